@@ -1,0 +1,389 @@
+"""The only module that creates, renames, removes and syncs.
+
+Each function states what is durable when it returns. A failed call raises SpoolWriteError, which
+names operation, path and cause; FileNotFoundError and FileExistsError pass through, because to the
+caller they mean that somebody else was faster. A failed fsync is never retried on the same file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from spoold.errors import ConfigError, SpoolWriteError
+from spoold.layout import DIRECTORY_MODE, FILE_MODE, LOCK_MODE
+
+if TYPE_CHECKING:
+    from filelock import FileLock
+
+__all__ = [
+    "Lock",
+    "free_bytes",
+    "holder_of",
+    "list_names",
+    "lock_is_held",
+    "make_dirs",
+    "move",
+    "probe_renames",
+    "put",
+    "read",
+    "remove",
+    "rename_noreplace",
+    "sync_dir",
+    "write_new",
+]
+
+_AT_FDCWD: Final = -100
+_RENAME_NOREPLACE: Final = 1
+_HINTS: Final = {
+    errno.ENOSPC: "free some space; spoold goes on by itself",
+    errno.EDQUOT: "free some space or raise the quota; spoold goes on by itself",
+    errno.EROFS: "mount it read-write; spoold goes on by itself",
+    errno.EACCES: "give this user write permission on it",
+    errno.EPERM: "give this user write permission on it",
+    errno.EXDEV: "all of a run directory must lie on one mount; spoold never copies",
+    errno.EMFILE: "raise the limit of open files (LimitNOFILE=)",
+    errno.EIO: "look at the kernel's log: the disk reports an error",
+}
+
+_Renameat2 = Callable[[int, bytes, int, bytes, int], int]
+
+
+def _find_renameat2() -> _Renameat2 | None:
+    try:
+        function = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.c_uint,
+    )
+    found: _Renameat2 = function
+    return found
+
+
+# None where the C library has no such call: then link + unlink does it. Tests on a fake file system
+# set it to None, because a call by ctypes would reach the real one.
+renameat2: _Renameat2 | None = _find_renameat2()
+
+
+def failed(act: str, path: str, error: OSError, *, state_unknown: bool = False) -> SpoolWriteError:
+    """Return the SpoolWriteError that says what failed, where, and what to do next."""
+    hint = _HINTS.get(error.errno or 0, "")
+    return SpoolWriteError(
+        f"cannot {act} {path}: {os.strerror(error.errno or 0).lower()}",
+        hint=hint,
+        errno=error.errno,
+        state_unknown=state_unknown,
+    )
+
+
+@contextlib.contextmanager
+def _doing(act: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError):
+        raise
+    except OSError as error:
+        raise failed(act, path, error) from error
+
+
+def sync_dir(path: str) -> None:
+    """Make the names in a directory durable."""
+    with _doing("sync", path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def make_dirs(path: str) -> bool:
+    """Make a directory and its missing parents, each with mode 2770, durably.
+
+    Returns whether anything was made. Every parent is synced up to the first that existed, so that
+    a new run directory outlives a power cut as a whole. A directory that is there is left as it is.
+    """
+    missing = []
+    at = path
+    while not os.path.isdir(at):
+        missing.append(at)
+        parent = os.path.dirname(at) or "."
+        if parent == at:
+            break
+        at = parent
+    for folder in reversed(missing):
+        with _doing("make", folder):
+            try:
+                os.mkdir(folder)
+            except FileExistsError:
+                if not os.path.isdir(folder):
+                    raise
+                continue
+            os.chmod(folder, DIRECTORY_MODE)
+            sync_dir(os.path.dirname(folder) or ".")
+    return bool(missing)
+
+
+def write_new(path: str, data: bytes) -> None:
+    """Create a file that must not exist, with mode 0640, and sync its bytes.
+
+    Its name is not durable yet. When anything fails the file is removed: it is never half there.
+    """
+    with _doing("write", path):
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
+        try:
+            try:
+                os.fchmod(fd, FILE_MODE)
+                left = memoryview(data)
+                while left:
+                    left = left[os.write(fd, left) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except BaseException:
+            # A failed fsync may have dropped the dirty pages: this file is never written to again.
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+
+
+def rename_noreplace(old: str, new: str) -> None:
+    """Rename on one file system, atomically, never over another file. Syncs nothing.
+
+    FileNotFoundError: `old` (or the folder of `new`) is not there. FileExistsError: `new` is there.
+    """
+    with _doing("rename", f"{old} to {new}"):
+        if renameat2 is not None:
+            if not renameat2(
+                _AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), _RENAME_NOREPLACE
+            ):
+                return
+            code = ctypes.get_errno()
+            if code not in (errno.ENOSYS, errno.EINVAL):
+                raise OSError(code, os.strerror(code), old, None, new)
+        # RACE: between link and unlink both names are there; whoever lists sees one batch id twice
+        # and leaves the file that is further on.
+        os.link(old, new, follow_symlinks=False)
+        os.unlink(old)
+
+
+def move(old: str, new: str) -> None:
+    """Rename without replacing; durable when it returns: destination synced, then source."""
+    rename_noreplace(old, new)
+    try:
+        target = os.path.dirname(new)
+        sync_dir(target)
+        source = os.path.dirname(old)
+        if source != target:
+            sync_dir(source)
+    except SpoolWriteError as error:
+        error.state_unknown = True
+        raise
+
+
+def put(path: str, data: bytes, *, tmp_dir: str, durable: bool = True) -> None:
+    """Write a file under its name, over an older one: the old bytes or the new, never a mixture.
+
+    durable=False is for what may be lost in a power cut (status): then nothing is synced.
+    """
+    tmp = f"{tmp_dir}/{os.path.basename(path)}.{os.getpid()}"
+    if durable:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(tmp)
+        write_new(tmp, data)
+    else:
+        with _doing("write", tmp), open(os.open(tmp, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), "wb") as f:
+            os.fchmod(f.fileno(), FILE_MODE)
+            f.write(data)
+    with _doing("rename", path):
+        os.rename(tmp, path)
+    if durable:
+        sync_dir(os.path.dirname(path))
+
+
+def remove(path: str) -> None:
+    """Unlink a file; fine when it is gone already. Syncs nothing."""
+    with _doing("remove", path), contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def rename_over(old: str, new: str) -> None:
+    """Rename over whatever file lies at `new`; destination and source directory are synced."""
+    with _doing("rename", f"{old} to {new}"):
+        os.rename(old, new)
+    sync_dir(os.path.dirname(new))
+    sync_dir(os.path.dirname(old))
+
+
+def read(path: str) -> bytes:
+    """Return the bytes of a regular file; a link, pipe or directory is an error, never followed.
+
+    FileNotFoundError passes; all else is a SpoolWriteError that names the remedy.
+    """
+    with _doing("read", path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(fd, "rb", buffering=0) as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", path)
+            return file.readall()
+
+
+def list_names(path: str) -> list[tuple[str, bool]]:
+    """Return the names in a directory, each with whether it is a directory (links are not)."""
+    with _doing("list", path), os.scandir(path) as entries:
+        return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+
+
+def free_bytes(path: str) -> int:
+    """Return the bytes that an unprivileged process may still write on the file system of `path`."""
+    with _doing("stat", path):
+        facts = os.statvfs(path)
+    return facts.f_bavail * facts.f_frsize
+
+
+def probe_renames(folders: Iterable[str], tmp_dir: str) -> None:
+    """Rename an empty file through all folders and back.
+
+    Raises ConfigError where a folder is on another mount, not writable, or keeps files from being
+    moved (a sticky bit). Finding that out at start beats finding it out at the first batch.
+    """
+    name = f"probe-{os.getpid()}"
+    at = f"{tmp_dir}/{name}"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(at)
+    try:
+        write_new(at, b"")
+        for folder in folders:
+            if os.stat(folder).st_mode & stat.S_ISVTX:
+                raise ConfigError(
+                    f"{folder} has the sticky bit: a trainer under another uid could not move files",
+                    hint=f"chmod -t {folder}",
+                )
+            # A dot name: nobody who lists the folder takes it for a batch.
+            rename_noreplace(at, f"{folder}/.{name}")
+            at = f"{folder}/.{name}"
+        rename_noreplace(at, f"{tmp_dir}/{name}")
+        at = f"{tmp_dir}/{name}"
+    except SpoolWriteError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        raise ConfigError(error.message, hint=error.hint) from error
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error.filename} went away while it was probed") from error
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(at)
+
+
+class Lock:
+    """An exclusive lock on a file that the kernel drops when this process dies, however it dies.
+
+    The file is never removed. It holds a line about its holder for people; only the lock counts.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd = -1
+        self._lock: FileLock | None = None
+
+    def acquire(self) -> bool:
+        """Try once. False where another process holds it.
+
+        Raises ConfigError where the file system cannot lock, SpoolWriteError where the file cannot
+        be opened.
+        """
+        from filelock import FileLock, Timeout
+
+        while True:
+            lock = FileLock(
+                self.path,
+                mode=LOCK_MODE,
+                thread_local=False,
+                blocking=False,
+                fallback_to_soft=False,
+                preserve_lock_file=True,
+                on_acquired=self._acquired,
+            )
+            try:
+                lock.acquire()
+            except Timeout:
+                return False
+            except OSError as error:
+                if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                    raise ConfigError(
+                        f"cannot lock {self.path}: its file system has no locks",
+                        hint="put the run directory on a local file system (ext4, xfs)",
+                    ) from error
+                raise failed("lock", self.path, error) from error
+            if self._is_file_on_disk():
+                self._lock = lock
+                return True
+            # RACE: the file was removed or replaced between open and lock; lock the one that is
+            # there now.
+            lock.release()
+
+    def _acquired(self, fd: int) -> None:
+        self._fd = fd
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": round(time.time(), 3)}
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps(holder).encode() + b"\n", 0)
+
+    def _is_file_on_disk(self) -> bool:
+        try:
+            held, there = os.fstat(self._fd), os.stat(self.path)
+        except OSError:
+            return False
+        return (held.st_dev, held.st_ino) == (there.st_dev, there.st_ino)
+
+    def still_held(self) -> bool:
+        """Whether the lock file on disk is still the one that this object locked."""
+        return self._lock is not None and self._is_file_on_disk()
+
+    def release(self) -> None:
+        """Let go; fine when nothing is held."""
+        lock, self._lock, self._fd = self._lock, None, -1
+        if lock is not None:
+            lock.release()
+
+
+def lock_is_held(path: str) -> bool | None:
+    """Whether some process holds the lock file at `path`; None where there is no such file.
+
+    Held for less than a millisecond, and shared, so that two who probe don't see each other.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise failed("open", path, error) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def holder_of(path: str) -> str:
+    """Return who last wrote a lock file, in words ("" where nothing is known)."""
+    try:
+        facts = json.loads(read(path))
+        return f"pid {facts['pid']} on {facts['host']}"
+    except (SpoolWriteError, OSError, ValueError, KeyError, TypeError):
+        return ""
