@@ -129,9 +129,9 @@ def make_dirs(path: str) -> bool:
             try:
                 os.mkdir(folder)
             except FileExistsError:
-                if not os.path.isdir(folder):
-                    raise
-                continue
+                if os.path.isdir(folder):
+                    continue
+                raise NotADirectoryError(errno.ENOTDIR, "not a directory", folder) from None
             os.chmod(folder, DIRECTORY_MODE)
             sync_dir(os.path.dirname(folder) or ".")
     return bool(missing)
@@ -205,7 +205,10 @@ def put(path: str, data: bytes, *, tmp_dir: str, durable: bool = True) -> None:
             os.unlink(tmp)
         write_new(tmp, data)
     else:
-        with _doing("write", tmp), open(os.open(tmp, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), "wb") as f:
+        with (
+            _doing("write", tmp),
+            open(os.open(tmp, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), "wb") as f,
+        ):
             os.fchmod(f.fileno(), FILE_MODE)
             f.write(data)
     with _doing("rename", path):
@@ -248,7 +251,7 @@ def list_names(path: str) -> list[tuple[str, bool]]:
 
 
 def free_bytes(path: str) -> int:
-    """Return the bytes that an unprivileged process may still write on the file system of `path`."""
+    """Return how many bytes an unprivileged process may still write beside `path`."""
     with _doing("stat", path):
         facts = os.statvfs(path)
     return facts.f_bavail * facts.f_frsize
@@ -269,7 +272,7 @@ def probe_renames(folders: Iterable[str], tmp_dir: str) -> None:
         for folder in folders:
             if os.stat(folder).st_mode & stat.S_ISVTX:
                 raise ConfigError(
-                    f"{folder} has the sticky bit: a trainer under another uid could not move files",
+                    f"{folder} has the sticky bit: trainers under another uid cannot move files",
                     hint=f"chmod -t {folder}",
                 )
             # A dot name: nobody who lists the folder takes it for a batch.
@@ -318,6 +321,9 @@ class Lock:
                 on_acquired=self._acquired,
             )
             try:
+                if not os.path.isdir(os.path.dirname(self.path)):
+                    # filelock would make it, with modes of its own.
+                    raise FileNotFoundError(errno.ENOENT, "no such directory", self.path)
                 lock.acquire()
             except Timeout:
                 return False

@@ -135,7 +135,7 @@ class BatchName:
         return f"{self.id}{tried}.jsonl"
 
     def next_attempt(self) -> BatchName:
-        """The name under which the batch is handed out once more."""
+        """Return the name under which the batch is handed out once more."""
         return replace(self, attempt=self.attempt + 1)
 
     @classmethod

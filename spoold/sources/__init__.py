@@ -1,0 +1,1 @@
+"""Completed environments out of a rollout database."""
