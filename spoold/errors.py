@@ -25,6 +25,7 @@ __all__ = [
     "SourceSchemaError",
     "SourceUnavailable",
     "SpoolError",
+    "SpoolHeld",
     "SpoolLocked",
     "SpoolWriteError",
     "SpooldError",
@@ -93,6 +94,13 @@ class SpoolError(SpooldError):
 
 class SpoolLocked(SpoolError):
     """Another daemon holds this run directory."""
+
+    exit_code = EX_TRY_AGAIN
+    retryable = True
+
+
+class SpoolHeld(SpoolError):
+    """Not all that is deliverable could be published: backpressure or a full disk."""
 
     exit_code = EX_TRY_AGAIN
     retryable = True

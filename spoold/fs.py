@@ -16,8 +16,8 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from spoold.errors import ConfigError, SpoolWriteError
 from spoold.layout import DIRECTORY_MODE, FILE_MODE, LOCK_MODE
@@ -26,18 +26,22 @@ if TYPE_CHECKING:
     from filelock import FileLock
 
 __all__ = [
+    "Listing",
     "Lock",
+    "failed",
     "free_bytes",
     "holder_of",
-    "list_names",
     "lock_is_held",
     "make_dirs",
     "move",
     "probe_renames",
     "put",
+    "put_many",
     "read",
     "remove",
     "rename_noreplace",
+    "rename_over",
+    "scan",
     "sync_dir",
     "write_new",
 ]
@@ -137,19 +141,19 @@ def make_dirs(path: str) -> bool:
     return bool(missing)
 
 
-def write_new(path: str, data: bytes) -> None:
+def write_new(path: str, data: bytes | Sequence[bytes]) -> None:
     """Create a file that must not exist, with mode 0640, and sync its bytes.
 
-    Its name is not durable yet. When anything fails the file is removed: it is never half there.
+    `data` may be pieces, so that nobody has to join them. The name is not durable yet. When
+    anything fails the file is removed: it is never half there.
     """
     with _doing("write", path):
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
         try:
             try:
                 os.fchmod(fd, FILE_MODE)
-                left = memoryview(data)
-                while left:
-                    left = left[os.write(fd, left) :]
+                for piece in (data,) if isinstance(data, bytes) else data:
+                    _write_all(fd, piece)
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -158,6 +162,12 @@ def write_new(path: str, data: bytes) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(path)
             raise
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    written = os.write(fd, data)
+    while written < len(data):
+        written += os.write(fd, memoryview(data)[written:])
 
 
 def rename_noreplace(old: str, new: str) -> None:
@@ -177,7 +187,8 @@ def rename_noreplace(old: str, new: str) -> None:
         # RACE: between link and unlink both names are there; whoever lists sees one batch id twice
         # and leaves the file that is further on.
         os.link(old, new, follow_symlinks=False)
-        os.unlink(old)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(old)
 
 
 def move(old: str, new: str) -> None:
@@ -217,6 +228,18 @@ def put(path: str, data: bytes, *, tmp_dir: str, durable: bool = True) -> None:
         sync_dir(os.path.dirname(path))
 
 
+def put_many(files: Iterable[tuple[str, bytes]], *, folder: str, tmp_dir: str) -> None:
+    """Write files, by name, into one folder: each synced and renamed, then the folder synced."""
+    for name, data in files:
+        tmp = f"{tmp_dir}/{name}"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(tmp)
+        write_new(tmp, data)
+        with _doing("rename", f"{folder}/{name}"):
+            os.rename(tmp, f"{folder}/{name}")
+    sync_dir(folder)
+
+
 def remove(path: str) -> None:
     """Unlink a file; fine when it is gone already. Syncs nothing."""
     with _doing("remove", path), contextlib.suppress(FileNotFoundError):
@@ -244,10 +267,26 @@ def read(path: str) -> bytes:
             return file.readall()
 
 
-def list_names(path: str) -> list[tuple[str, bool]]:
-    """Return the names in a directory, each with whether it is a directory (links are not)."""
+class Listing(NamedTuple):
+    """The names in a directory: regular files, directories, and all else (links, pipes, …)."""
+
+    files: list[str]
+    folders: list[str]
+    others: list[str]
+
+
+def scan(path: str) -> Listing:
+    """List a directory. FileNotFoundError when it is not there; unreadable is never empty."""
+    listing = Listing([], [], [])
     with _doing("list", path), os.scandir(path) as entries:
-        return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False):
+                listing.files.append(entry.name)
+            elif entry.is_dir(follow_symlinks=False):
+                listing.folders.append(entry.name)
+            else:
+                listing.others.append(entry.name)
+    return listing
 
 
 def free_bytes(path: str) -> int:

@@ -84,6 +84,8 @@ def _move(
         )
     name = found.name.next_attempt() if next_attempt else found.name
     moved = replace(found, place=place, name=name)
+    if moved == found:
+        return found  # rejected for this reason before: to itself it would look like a copy
     while True:
         if place.folder:
             fs.make_dirs(run.of(place))
@@ -92,6 +94,7 @@ def _move(
         except FileNotFoundError:
             # RACE: somebody moved the batch first, or removed the empty folder that we made.
             if os.path.lexists(found.path(run)) and not os.path.isdir(run.of(place)):
+                fs.make_dirs(run.of(place))
                 continue
             return None
         except FileExistsError:
@@ -178,21 +181,20 @@ def set_aside(run: RunDir, found: Found, folder: str) -> Found | None:
 
 def folders_of(run: RunDir, state: State) -> list[Place]:
     """Return the places of a state: its directory, then the folders in it by name."""
-    names = sorted(name for name, is_dir in fs.list_names(f"{run.root}/{state.value}") if is_dir)
+    names = sorted(fs.scan(f"{run.root}/{state.value}").folders)
     return [Place(state), *(Place(state, name) for name in names)]
 
 
 def find(run: RunDir, state: State) -> list[Found]:
     """Return the batches that lie in a state now, by name. Reads names only."""
-    found = []
+    found: list[Found] = []
     for place in folders_of(run, state):
         try:
-            names = fs.list_names(run.of(place))
+            names = fs.scan(run.of(place)).files
         except FileNotFoundError:
             continue
-        for file_name, is_dir in names:
-            if not is_dir and (name := BatchName.parse(file_name)) is not None:
-                found.append(Found(place, name))
+        parsed = map(BatchName.parse, names)
+        found += [Found(place, name) for name in parsed if name is not None]
     return sorted(found, key=lambda f: f.name.file_name)
 
 

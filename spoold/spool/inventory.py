@@ -1,0 +1,387 @@
+"""The daemon's picture of a run directory: where each batch lies, and what is delivered.
+
+Everything here comes from the folders and the ledger, at start and again at every pass; nothing is
+remembered that could not be read again. Holds ids and names, never samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from pyroaring import BitMap64
+
+from spoold import codec, fs
+from spoold.errors import BatchCorrupt, SpoolWriteError
+from spoold.layout import (
+    CORRUPT,
+    DUPLICATE,
+    BatchName,
+    Place,
+    RunDir,
+    State,
+    batch_id_of,
+    precedence,
+)
+from spoold.ledger import Entry, Ledger
+from spoold.model import Ref
+from spoold.policy import Absence
+from spoold.spool import ledgerdir
+from spoold.spool.moves import Found, set_aside
+from spoold.spool.shelves import Pass, Shelves
+
+__all__ = ["MISSING_ROW", "Inventory"]
+
+log = logging.getLogger("spoold.spool")
+
+MISSING_ROW: Final = "missing-row"
+MERGE_AT: Final = 1000
+
+
+@dataclass(slots=True)
+class Held:
+    """One batch: where it lies. `entry` is None where the ledger has its environments."""
+
+    place: Place
+    file_name: str
+    size: int
+    entry: Entry | None
+
+
+class Inventory:
+    """Where each batch lies, which environments are delivered, and which are set aside.
+
+    `skip` holds the environments that are delivered or set aside. `undelivered` becomes True when
+    environments came out of it again (a batch was removed, a note was removed): then the source
+    has to be reconciled; whoever acts on it sets it back.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.shelves = Shelves(run)
+        self.ledger = Ledger()
+        self.skip = BitMap64()
+        self.missing_row_notes: dict[int, str] = {}
+        self.unreadable: list[SpoolWriteError] = []
+        self.undelivered = False
+        self.pending_batches = 0
+        self.pending_bytes = 0
+        self._noted: set[str] = set()
+        self._held: dict[str, Held] = {}
+        self._todo: dict[str, list[tuple[Place, str]]] = {}
+        self._absent: set[str] = set()
+        self._absence = Absence()
+        self._reported: set[str] = set()
+
+    # --- what others ask -------------------------------------------------------------------------
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether something waits for another pass: a batch that moved, or seems to be missing."""
+        return bool(self._todo or self._absent)
+
+    @property
+    def note_count(self) -> int:
+        """How many notes lie in rejected/."""
+        return len(self._noted)
+
+    @property
+    def highest_seq(self) -> int:
+        """The greatest number that any batch file or ledger entry bears."""
+        names = [name for shelf in self.shelves.by_place.values() for name in shelf.names]
+        ids = [*filter(None, map(batch_id_of, names)), *self.ledger.batches]
+        return max((int(batch_id.partition("-")[0]) for batch_id in ids), default=0)
+
+    @property
+    def highest_environment(self) -> int:
+        """The greatest id of an environment that is delivered or set aside, 0 for none."""
+        return self.skip.max() if self.skip else 0
+
+    def remembered(self) -> dict[int, str]:
+        """Return environment ids with the env_id that each had when it was delivered."""
+        remembered = dict(self.ledger.remembered)
+        for held in self._held.values():
+            if held.entry is not None:
+                remembered[held.entry.highest] = held.entry.env_id
+        return remembered
+
+    def batches(self) -> Iterable[tuple[Place, str]]:
+        """Return where each batch lies, and its file name."""
+        return ((held.place, held.file_name) for held in self._held.values())
+
+    # --- what changes it -------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Read the ledger and every batch that it does not cover. Folders are synced first."""
+        self.shelves.sync()
+        self.ledger = ledgerdir.load(self.run)
+        self.refresh(now=0.0, everything=True)
+        self._count_skip()
+        self.undelivered = False
+
+    def refresh(self, *, now: float, everything: bool = False) -> None:
+        """Go through the folders and act on what moved.
+
+        Afterwards every batch in acked/ has its ledger entry, no other has one, of two files with
+        one batch id one is left, and what fails its digest lies in rejected/corrupt/. A batch that
+        two passes miss is missing: without an entry its environments are to come again.
+        """
+        this = self.shelves.go_through(everything=everything or bool(self._absent))
+        self.unreadable = list(this.unreadable)
+        for batch_id in this.vanished:
+            self._todo.setdefault(batch_id, [])
+        for batch_id, where in this.appeared.items():
+            self._todo.setdefault(batch_id, []).extend(where)
+        try:
+            self._place()
+        finally:
+            if this.notes_changed:
+                self._take_notes()
+        self._find_missing(this, now)
+        self._report_unknown()
+
+    def published(self, name: BatchName, entry: Entry, size: int) -> None:
+        """Take in a batch that this daemon has just published."""
+        place = Place(State.PENDING)
+        self.shelves.add(place, name.file_name)
+        self._held[name.id] = Held(place, name.file_name, size, entry)
+        self.pending_batches += 1
+        self.pending_bytes += size
+        self.skip.update(entry.environments)
+
+    def noted(self, file_name: str, environment: int, reason: str) -> None:
+        """Take in a note that this daemon has just written."""
+        self.shelves.add(Place(State.REJECTED), file_name)
+        self._noted.add(file_name)
+        if reason == MISSING_ROW:
+            self.missing_row_notes[environment] = file_name
+        else:
+            self.skip.add(environment)
+
+    def unnoted(self, file_name: str, environment: int) -> None:
+        """Take in that this daemon removed a missing-row note: its row turned up."""
+        self._noted.discard(file_name)
+        self._unlist(Place(State.REJECTED), file_name)
+        self.missing_row_notes.pop(environment, None)
+
+    def merge(self, *, least: int = MERGE_AT) -> int:
+        """Merge the ledger entries whose batch file is gone. Returns how many were merged.
+
+        Nothing happens below `least` of them, so that the folder is not written anew for a few.
+        """
+        if self._absent or self._todo or self.unreadable:
+            return 0
+        gone = self.ledger.batches - self._held.keys()
+        if len(gone) < least:
+            return 0
+        ledgerdir.merge(self.run, self.ledger, gone)
+        log.info("ledger merged", extra={"fields": {"entries": len(gone)}})
+        return len(gone)
+
+    # --- one batch at a time ---------------------------------------------------------------------
+
+    def _place(self) -> None:
+        entries: list[tuple[str, Entry]] = []
+        withdrawn: list[str] = []
+        done: list[str] = []
+        for batch_id, where in list(self._todo.items()):
+            held = self._held.get(batch_id)
+            positions = dict.fromkeys(w for w in where if self.shelves.has(*w))
+            if held is not None and self.shelves.has(held.place, held.file_name):
+                positions.setdefault((held.place, held.file_name))
+            place = self._only_one(batch_id, list(positions))
+            if place is None:
+                if batch_id in self._held:
+                    self._absent.add(batch_id)
+                done.append(batch_id)
+                continue
+            self._absent.discard(batch_id)
+            if self._take_in(batch_id, *place, entries=entries, withdrawn=withdrawn):
+                done.append(batch_id)
+        if entries:
+            ledgerdir.write(self.run, entries)
+            for batch_id, entry in sorted(entries):
+                self.ledger.add(batch_id, entry)
+                self.skip.update(entry.environments)
+                self._held[batch_id].entry = None
+        if withdrawn:
+            ledgerdir.withdraw(self.run, withdrawn)
+            self.ledger.withdraw(withdrawn)
+        for batch_id in done:
+            del self._todo[batch_id]
+
+    def _only_one(
+        self, batch_id: str, positions: list[tuple[Place, str]]
+    ) -> tuple[Place, str] | None:
+        """Return where a batch lies; of several files with its id all but one are set aside."""
+        if len(positions) > 1:
+            # RACE: a batch that moved during the pass is in two listings, but in one place.
+            positions = [p for p in positions if os.path.lexists(self.run.file(*p))]
+        if not positions:
+            return None
+
+        def rank(position: tuple[Place, str]) -> tuple[int, int]:
+            name = BatchName.parse(position[1])
+            return precedence(position[0], name.attempt if name else 0)
+
+        positions.sort(key=rank)
+        for place, file_name in positions[:-1]:
+            name = BatchName.parse(file_name)
+            assert name is not None
+            if set_aside(self.run, Found(place, name), DUPLICATE) is not None:
+                fields = {"batch": batch_id, "from": place.path, "kept": positions[-1][0].path}
+                log.warning("duplicate set aside", extra={"fields": fields})
+            self._unlist(place, file_name)
+        return positions[-1]
+
+    def _take_in(
+        self,
+        batch_id: str,
+        place: Place,
+        file_name: str,
+        *,
+        entries: list[tuple[str, Entry]],
+        withdrawn: list[str],
+    ) -> bool:
+        """Note where a batch lies now. False when it has to be looked at again."""
+        held = self._held.get(batch_id)
+        in_ledger = batch_id in self.ledger.batches
+        settled = in_ledger and place.state is State.ACKED
+        entry, size = (held.entry, held.size) if held is not None else (None, 0)
+        if not settled and entry is None:
+            read = self._read(batch_id, place, file_name)
+            if read is None:
+                return False
+            if isinstance(read, BatchCorrupt):
+                return True
+            entry, size = read
+            self.skip.update(entry.environments)
+        if held is None or held.place != place:
+            fields = {"batch": batch_id, "to": place.path}
+            if held is not None:
+                fields["from"] = held.place.path
+                log.info("batch moved", extra={"fields": fields})
+            else:
+                log.debug("batch found", extra={"fields": fields})
+        self._count_pending(held, place, size)
+        self._held[batch_id] = Held(place, file_name, size, None if settled else entry)
+        if settled or entry is None:
+            return True
+        if place.state is State.ACKED:
+            entries.append((batch_id, entry))
+        elif in_ledger:
+            withdrawn.append(batch_id)
+        return True
+
+    def _count_pending(self, held: Held | None, place: Place, size: int) -> None:
+        if held is not None and held.place.state is State.PENDING:
+            self.pending_batches -= 1
+            self.pending_bytes -= held.size
+        if place.state is State.PENDING:
+            self.pending_batches += 1
+            self.pending_bytes += size
+
+    def _read(
+        self, batch_id: str, place: Place, file_name: str
+    ) -> tuple[Entry, int] | BatchCorrupt | None:
+        """Return what a batch delivers and its size; None when it went away or cannot be read."""
+        name = BatchName.parse(file_name)
+        assert name is not None
+        path = self.run.file(place, file_name)
+        try:
+            data = fs.read(path)
+        except FileNotFoundError:
+            self._unlist(place, file_name)
+            self.shelves.by_place[place].racy = True
+            return None
+        except SpoolWriteError as error:
+            self.unreadable.append(error)
+            return None
+        try:
+            refs = _refs(name, data)
+        except BatchCorrupt as error:
+            self._set_corrupt_aside(batch_id, Found(place, name), error)
+            return error
+        environments = tuple(dict.fromkeys(ref.environment for ref in refs))
+        env_ids = {ref.environment: ref.env_id for ref in refs}
+        return Entry(environments, env_ids[max(environments)]), len(data)
+
+    def _set_corrupt_aside(self, batch_id: str, found: Found, error: BatchCorrupt) -> None:
+        if set_aside(self.run, found, CORRUPT) is not None:
+            fields = {"batch": batch_id, "from": found.place.path, "why": error.message}
+            log.warning("corrupt batch set aside", extra={"fields": fields})
+        self._unlist(found.place, found.name.file_name)
+        held = self._held.pop(batch_id, None)
+        self._count_pending(held, Place(State.REJECTED, CORRUPT), 0)
+        if held is not None and batch_id not in self.ledger.batches:
+            self._recount()
+
+    def _unlist(self, place: Place, file_name: str) -> None:
+        shelf = self.shelves.by_place.get(place)
+        if shelf is not None:
+            shelf.names.discard(file_name)
+
+    # --- what is gone ----------------------------------------------------------------------------
+
+    def _find_missing(self, this: Pass, now: float) -> None:
+        recount = False
+        for batch_id in self._absence.passed(self._absent, at=now, still=this.still):
+            self._absent.discard(batch_id)
+            held = self._held.pop(batch_id)
+            self._count_pending(held, Place(State.REJECTED), 0)
+            if batch_id in self.ledger.batches:
+                log.info("acked batch removed", extra={"fields": {"batch": batch_id}})
+            else:
+                recount = True
+                fields = {"batch": batch_id, "from": held.place.path}
+                log.warning("batch missing, its environments come anew", extra={"fields": fields})
+        if recount:
+            self._recount()
+
+    def _recount(self) -> None:
+        """Count what is delivered anew, after something was lost: rare, so it reads everything."""
+        if self.ledger.stale:
+            self.ledger = ledgerdir.load(self.run)
+        self._count_skip()
+        self.undelivered = True
+
+    def _count_skip(self) -> None:
+        self.skip.clear()
+        self.skip |= self.ledger.environments
+        for held in self._held.values():
+            if held.entry is not None:
+                self.skip.update(held.entry.environments)
+        self._take_notes(recount=False)
+
+    def _take_notes(self, *, recount: bool = True) -> None:
+        notes = self.shelves.notes()
+        names = {note.file_name for note in notes}
+        removed = self._noted - names
+        self._noted = names
+        self.missing_row_notes = {
+            note.environment: note.file_name for note in notes if note.reason == MISSING_ROW
+        }
+        if recount and removed:
+            log.info("notes removed", extra={"fields": {"notes": len(removed)}})
+            self._recount()
+            return
+        self.skip.update(note.environment for note in notes if note.reason != MISSING_ROW)
+
+    def _report_unknown(self) -> None:
+        unknown = self.shelves.unknown()
+        for path in unknown:
+            if path not in self._reported:
+                shown = os.fsencode(path).decode("utf-8", "backslashreplace")
+                fields = {"file": shown, "is": "no batch, left alone"}
+                log.warning("unknown file", extra={"fields": fields})
+        self._reported = set(unknown)
+
+
+def _refs(name: BatchName, data: bytes) -> list[Ref]:
+    if hashlib.sha256(data).hexdigest()[:12] != name.digest:
+        raise BatchCorrupt("its bytes do not fit the digest in its name")
+    return codec.environment_refs(data)

@@ -1,0 +1,100 @@
+"""The ledger on disk: one small file for each acknowledged batch, merged when they are many.
+
+Every file is written beside, synced, renamed and its folder synced; parts are unlinked only after
+the merged file that stands for them is durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from spoold import fs
+from spoold.errors import SpoolError
+from spoold.layout import RunDir, State, batch_id_of
+from spoold.ledger import (
+    Entry,
+    Ledger,
+    merged_name,
+    parse_entry,
+    parse_merged,
+    parse_merged_name,
+)
+from spoold.spool.moves import find
+
+__all__ = ["load", "merge", "withdraw", "write"]
+
+
+def load(run: RunDir) -> Ledger:
+    """Read all entries and merged files.
+
+    An entry that cannot be read but whose batch still lies in acked/ is left out: it is written
+    anew from the batch. Any other that cannot be read raises SpoolError, because to pass over it
+    would deliver its environments twice.
+    """
+    fs.sync_dir(run.ledger)
+    ledger = Ledger()
+    names = sorted(fs.scan(run.ledger).files)
+    torn: list[str] = []
+    for name in names:
+        number = parse_merged_name(name)
+        if number is not None:
+            try:
+                ledger.add_merged(number, parse_merged(fs.read(f"{run.ledger}/{name}")))
+            except ValueError as error:
+                raise _unreadable(run, name) from error
+    for name in names:
+        if batch_id_of(f"{name}.jsonl") == name:
+            try:
+                entry = parse_entry(fs.read(f"{run.ledger}/{name}"))
+            except ValueError:
+                torn.append(name)
+            else:
+                ledger.add(name, entry)
+    if torn:
+        _drop_torn(run, torn)
+    return ledger
+
+
+def _drop_torn(run: RunDir, torn: list[str]) -> None:
+    there = {found.name.id for state in State for found in find(run, state) if found.place.counts}
+    for name in torn:
+        if name not in there:
+            raise _unreadable(run, name)
+        fs.remove(f"{run.ledger}/{name}")
+
+
+def _unreadable(run: RunDir, name: str) -> SpoolError:
+    return SpoolError(
+        f"ledger entry {run.ledger}/{name} cannot be read",
+        hint="restore it from a backup, or remove it: then its environments are delivered again",
+    )
+
+
+def write(run: RunDir, entries: Iterable[tuple[str, Entry]]) -> None:
+    """Write the entries of batches, each under its batch id, durably."""
+    files = [(batch_id, entry.dump()) for batch_id, entry in entries]
+    fs.put_many(files, folder=run.ledger, tmp_dir=run.tmp)
+
+
+def withdraw(run: RunDir, batch_ids: Iterable[str]) -> None:
+    """Unlink the entries of batches that are not in acked/ any more."""
+    for batch_id in batch_ids:
+        fs.remove(f"{run.ledger}/{batch_id}")
+    fs.sync_dir(run.ledger)
+
+
+def merge(run: RunDir, ledger: Ledger, gone: Iterable[str]) -> None:
+    """Write one merged file for the entries of `gone` and all older merged files; unlink those."""
+    parts = [(name, parse_entry(fs.read(f"{run.ledger}/{name}"))) for name in sorted(gone)]
+    merged = [f"{run.ledger}/{merged_name(number)}" for number in sorted(ledger.merged)]
+    older = [parse_merged(fs.read(path)) for path in merged]
+    number = max(ledger.merged, default=0) + 1
+    data = ledger.merge(parts, older).dump()
+    fs.put(f"{run.ledger}/{merged_name(number)}", data, tmp_dir=run.tmp)
+    for batch_id, _ in parts:
+        fs.remove(f"{run.ledger}/{batch_id}")
+    for path in merged:
+        fs.remove(path)
+    fs.sync_dir(run.ledger)
+    ledger.merged = {number}
+    ledger.batches.difference_update(batch_id for batch_id, _ in parts)

@@ -1,0 +1,113 @@
+"""A run directory before its first batch: made, probed, locked, and tied to one job."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from typing import Final
+
+from spoold import fs
+from spoold.errors import ConfigError, SpoolLocked, SpoolWriteError
+from spoold.layout import RunDir, State
+
+__all__ = ["clean_tmp", "lock_run", "make_run", "tie"]
+
+log = logging.getLogger("spoold.spool")
+
+FORMAT: Final = 1
+
+
+def make_run(root: str) -> RunDir:
+    """Make a run directory with all its folders, durably; what is there already stays as it is.
+
+    Raises ConfigError where that cannot be: a file in the way, no permission, another mount.
+    """
+    run = RunDir(os.path.abspath(root))
+    folders = [f"{run.root}/{state.value}" for state in State]
+    try:
+        for folder in (run.root, *folders, run.house, run.tmp, run.ledger):
+            fs.make_dirs(folder)
+    except SpoolWriteError as error:
+        raise ConfigError(
+            error.message, hint=error.hint or "choose another run directory or move what is there"
+        ) from error
+    device = os.stat(run.root).st_dev
+    for folder in (*folders, run.house, run.tmp, run.ledger):
+        if os.stat(folder).st_dev != device:
+            raise ConfigError(
+                f"{folder} is on another file system than {run.root}",
+                hint="all of a run directory must lie on one mount; spoold never copies",
+            )
+    return run
+
+
+def lock_run(run: RunDir) -> fs.Lock | None:
+    """Take the daemon's lock. None while another process holds it."""
+    lock = fs.Lock(run.lock)
+    return lock if lock.acquire() else None
+
+
+def locked_by(run: RunDir) -> SpoolLocked:
+    """Return the error that names who holds a run directory."""
+    holder = fs.holder_of(run.lock) or "another process"
+    return SpoolLocked(
+        f"{run.root} is locked: {holder} runs a daemon on it",
+        hint="stop that one first, or choose another run directory",
+    )
+
+
+def probe(run: RunDir) -> None:
+    """Rename a file through every folder, so that a move that cannot work is found at start."""
+    folders = [f"{run.root}/{state.value}" for state in State]
+    inside = [f"{top}/{name}" for top in folders for name in sorted(fs.scan(top).folders)]
+    fs.probe_renames([*folders, *inside], run.tmp)
+
+
+def clean_tmp(run: RunDir) -> None:
+    """Remove what a daemon that died left half written. Only files: they were never visible."""
+    for name in fs.scan(run.tmp).files:
+        fs.remove(f"{run.tmp}/{name}")
+
+
+def tie(run: RunDir, *, job: str, url: str) -> None:
+    """Record which job and database this run directory belongs to.
+
+    Raises ConfigError when it belongs to another job, or was written by a newer format. Another
+    URL is recorded and logged: a database may move.
+    """
+    known = read_source(run)
+    if known is not None:
+        if known["job"] != job:
+            raise ConfigError(
+                f"{run.root} belongs to job {known['job']!r}, not to {job!r}",
+                hint="use one run directory a job: give --run-dir another one, or --job that job",
+            )
+        if known["url"] == url:
+            return
+        log.warning("source url changed", extra={"fields": {"was": known["url"], "now": url}})
+    data = json.dumps({"format": FORMAT, "job": job, "url": url}).encode()
+    fs.put(run.source_json, data + b"\n", tmp_dir=run.tmp)
+
+
+def read_source(run: RunDir) -> dict[str, str] | None:
+    """Return {"job", "url"} of a run directory, None where it is not tied to a job yet.
+
+    Raises ConfigError for a source.json that is of a higher format or cannot be understood.
+    """
+    try:
+        facts = json.loads(fs.read(run.source_json))
+        fmt, job, url = facts["format"], facts["job"], facts["url"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{run.source_json} cannot be understood",
+            hint='it holds {"format": 1, "job": …, "url": …}; write it anew, or restore it',
+        ) from error
+    if type(fmt) is not int or fmt > FORMAT:
+        raise ConfigError(
+            f"{run.root} was written by a newer spoold: format {fmt}, this one knows {FORMAT}",
+            hint="upgrade spoold, or use another run directory",
+        )
+    return {"job": str(job), "url": str(url)}
