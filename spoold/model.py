@@ -1,9 +1,14 @@
-"""Frozen values that flow from the source to the spool."""
+"""Frozen values that flow from the source to the spool.
+
+Those that exist once a row or once an environment are tuples: a drain makes tens of thousands a
+second.
+"""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = [
     "Candidate",
@@ -13,6 +18,7 @@ __all__ = [
     "OnReplaced",
     "PartialGroups",
     "ReadyWhen",
+    "Ref",
     "Sample",
     "Samples",
     "StepRow",
@@ -57,8 +63,7 @@ class OnReplaced(enum.StrEnum):
     REFUSE = "refuse"
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """An environment that passes the gate of `ready_when` and may have a usable terminal row.
 
     `group` is its group id, "" where there is none.
@@ -70,48 +75,50 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What one pass over the source found.
+    """What one pass over the source found. All ids are of environments.
 
-    `candidates`: by id. `late`: delivered environments that got new step rows. `unfinished`: how
-    many environments have step rows and are not candidates. `missing`: finished environments
-    without a usable terminal row, as far as this pass has seen. `gone`: environments named to the
-    planner before that were deleted since.
+    `candidates`: by id, none of them in `skip`. `late`: environments in `skip` that got new step
+    rows. `missing`: finished ones without a usable terminal row. `gone`: offered as candidates
+    before, and now deleted or not past the gate any more (only a reconcile tells). `went_back`:
+    ids are lower than they were, so the rows are not those of the last look: verify, reconcile.
     """
 
     candidates: tuple[Candidate, ...] = ()
     late: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     gone: tuple[int, ...] = ()
+    went_back: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """One row of session_steps with what a sample needs of its environment. Texts are UTF-8 bytes.
+class StepRow(NamedTuple):
+    """One row of session_steps with what a sample needs of its environment.
 
-    `group_id`, `job_id` and `env_name` are the environment's. `meta` is env_state or meta_json.
+    Texts are bytes as they lie in the database, not checked to be UTF-8; what is typed `object` is
+    whatever the writer put there. `group_id`, `job_id` and `env_name` are the environment's. `meta`
+    is env_state or meta_json.
     """
 
     environment: int
-    env_id: bytes
-    group_id: bytes
-    job_id: bytes
-    env_name: bytes
+    env_id: object
+    group_id: object
+    job_id: object
+    env_name: object
     pk: int
-    session_id: bytes
-    step_id: int
-    llm_model: bytes
+    session_id: object
+    step_id: object
+    llm_model: object
     messages: object
     response: object
     step_reward: object
     reward: object
     meta: object
+    is_terminal: bool
     is_truncated: bool
     is_completed: bool
     created_at: object
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """One line of a batch, newline included. `weight_version` is None where it is not usable."""
 
     environment: int
@@ -121,9 +128,24 @@ class Sample:
     line: bytes
 
 
+class Ref(NamedTuple):
+    """What one line of a batch says of its environment. `weight_version` is 0 where none is."""
+
+    environment: int
+    env_id: str
+    group_id: str
+    job_id: str
+    step_pk: int
+    weight_version: int
+    reward: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Why an environment is set aside. `rows` are step ids, `excerpt` shows the beginning."""
+    """Why an environment is set aside. `rows` are step ids, `excerpt` shows the beginning.
+
+    `policy`: made by a rule that the operator chose, not by a row that nobody could use.
+    """
 
     environment: int
     env_id: str

@@ -1,1 +1,125 @@
 """Completed environments out of a rollout database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
+
+from spoold.errors import ConfigError
+from spoold.model import Look, ReadyWhen, Samples, StepRow
+
+if TYPE_CHECKING:
+    from pyroaring import BitMap64
+
+__all__ = ["Source", "open_source"]
+
+_UNDERSTOOD: Final = "a path, sqlite:////absolute.db, sqlite:///relative.db or sqlite://relative.db"
+
+
+class Source(Protocol):
+    """A rollout database, of which one job is read. Used by one thread.
+
+    `skip` is the set of environments that are delivered or set aside; its owner may change it
+    between two calls. Every call but `close` may raise SourceUnavailable; the next call, or `open`,
+    tries again, and nothing that was found before is lost. A reconcile must follow each `open`.
+    """
+
+    @property
+    def job(self) -> str:
+        """The job that is read; "" before the first `open`."""
+
+    @property
+    def ready_when(self) -> ReadyWhen:
+        """The gate: `auto` before the first `open`, then what it means for this database."""
+
+    @property
+    def url(self) -> str:
+        """Where the database is, for people; without a password."""
+
+    @property
+    def running(self) -> int:
+        """How many environments have step rows and are neither delivered nor candidates."""
+
+    def watched(self) -> Mapping[str, frozenset[str]]:
+        """Return the folders, and the names in each, whose changes are hints to look."""
+
+    def open(self) -> None:
+        """Connect, check the schema, pick the job. Opens again when open.
+
+        Raises SourceUnavailable when the database, its tables or the job are not there yet,
+        SourceSchemaError when it is no rollout database, ConfigError when there are several jobs
+        and none was named.
+        """
+
+    def close(self) -> None:
+        """Disconnect; what was found stays known."""
+
+    def changed(self) -> bool:
+        """Whether there may be anything to see since the last complete look. Nearly free."""
+
+    def moved(self) -> bool:
+        """Whether the database is another file than the one that is open: close and open then."""
+
+    def look(self, skip: BitMap64) -> Look:
+        """Look at what is new. Costs as much as there are new step rows and running environments.
+
+        A candidate is offered once; again only when new step rows of it come, or by a reconcile.
+        """
+
+    def reconcile(self, skip: BitMap64) -> Iterator[Look]:
+        """Look at everything, slice by slice. Between two slices anything may be called."""
+
+    def read(self, ids: Sequence[int]) -> Iterator[tuple[int, tuple[StepRow, ...]]]:
+        """Return the rows that become samples, the chosen one last, in the order of `ids`.
+
+        () where there is no usable row now, or the environment does not pass the gate any more. No
+        transaction is open while the caller holds an item.
+        """
+
+    def verify(self, remembered: Mapping[int, str], highest: int) -> None:
+        """Make sure that this is the database that was delivered from.
+
+        `remembered`: env_id by environment id. `highest`: the highest id delivered, 0 for none.
+        Raises SourceReplaced where an env_id belongs to another row at its id or ids went
+        backwards, SourceUnavailable where there are no environments at all yet. A row that is
+        merely gone is fine.
+        """
+
+
+def open_source(url: str, *, job: str | None, ready_when: ReadyWhen, samples: Samples) -> Source:
+    """Return the source that a URL names, not yet open. Raises ConfigError for any other URL.
+
+    A path is taken as it is. After `sqlite://` there are two habits: `sqlite:///x.db` is relative
+    to SQLAlchemy and absolute to Tortoise. The reading whose file exists wins, else SQLAlchemy's;
+    `sqlite:////x.db` is absolute and `sqlite://x.db` relative for both. Options after `?` are
+    ignored.
+    """
+    from spoold.sources.sqlite import SqliteSource
+
+    return SqliteSource(_readings(url), job=job, ready_when=ready_when, samples=samples)
+
+
+def _readings(url: str) -> tuple[str, ...]:
+    """Return the paths that a URL may mean, most likely first."""
+    scheme, colon, rest = url.partition("://")
+    if not colon:
+        if not url or url == ":memory:" or url.startswith(("sqlite:", "file:")):
+            raise _not_understood(url)
+        return (url,)
+    if scheme != "sqlite":
+        raise _not_understood(url)
+    path = rest.partition("?")[0]
+    if not path.strip("/") or path.strip("/") == ":memory:":
+        raise _not_understood(url)
+    if path.startswith("//"):
+        return ("/" + path.lstrip("/"),)
+    if path.startswith("/"):
+        return (path[1:], path)
+    return (path,)
+
+
+def _not_understood(url: str) -> ConfigError:
+    scheme, colon, _ = url.partition("://")
+    # A URL of a server may hold a password.
+    shown = f"{scheme}://…" if colon and scheme != "sqlite" else repr(url)
+    return ConfigError(f"no rollout database can be found by {shown}", hint=f"give {_UNDERSTOOD}")

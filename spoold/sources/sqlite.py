@@ -1,0 +1,496 @@
+"""Completed environments out of the SQLite database that a rollout writer fills.
+
+Each look costs as much as there are new step rows and running environments, never as much as was
+ever registered. In memory are the highest step id seen, and sets of environment ids; both are
+advanced only when a look has come to its end. Everything that a look may miss (flags that flip in
+place on an old row, environments that were quiet for long, rows that were there at `open`) a
+reconcile finds.
+
+Ids that go backwards mean that rows which we have not seen hide below the highest id: then a look
+starts over from what is there now and says so in `Look.went_back`. A database restored from an
+older copy that has grown past our highest id again shows no such thing: `verify` does, by env_id,
+so that it is called before each reconcile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pyroaring import BitMap64
+
+from spoold.errors import (
+    ConfigError,
+    SourceError,
+    SourceReplaced,
+    SourceSchemaError,
+    SourceUnavailable,
+)
+from spoold.model import Candidate, Look, ReadyWhen, Samples, StepRow
+from spoold.sources.sqlite_open import Database, FileId, connect, file_id
+from spoold.sources.sqlite_rows import MAX_TRANSACTION_SECONDS, RowReader
+from spoold.sources.sqlite_schema import Schema, marked, read_schema
+from spoold.sources.watched import Found, Watched
+
+__all__ = ["SqliteSource"]
+
+SLICE: Final = 20_000
+_FEW: Final = 256
+_TABLES_TRIES: Final = 10
+_TABLES_PAUSE_SECONDS: Final = 0.05
+_JOBS_SHOWN: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Heights:
+    """The highest ids: ever given, by sqlite_sequence, and among the rows that are there."""
+
+    environments_given: int
+    steps_given: int
+    environments: int
+    steps: int
+
+    def is_below(self, before: _Heights) -> bool:
+        """Whether ids went backwards. Rows that were deleted from the top don't count."""
+        return (
+            self.environments_given < before.environments_given
+            or self.steps_given < before.steps_given
+        )
+
+
+class SqliteSource:
+    """One job of a SQLite database. Implements `spoold.sources.Source`.
+
+    `readings`: the paths that the URL may mean; the first one that exists is it, tried anew at each
+    `open` until there is one.
+    """
+
+    def __init__(
+        self,
+        readings: Sequence[str],
+        *,
+        job: str | None,
+        ready_when: ReadyWhen,
+        samples: Samples,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._readings = tuple(os.path.abspath(path) for path in readings)
+        self._path = self._readings[0]
+        self._wanted_job = job
+        self._samples = samples
+        self._clock = clock
+        self.job = job or ""
+        self.ready_when = ready_when
+        self._database: Database | None = None
+        self._file: FileId | None = None
+        self._wal: FileId | None = None
+        self._stale_wal: FileId | None = None
+        self._schema: Schema | None = None
+        self._reader: RowReader | None = None
+        self._heights: _Heights | None = None
+        self._highest_step = 0
+        self._seen: object = None
+        self._watched = Watched(clock())
+
+    @property
+    def url(self) -> str:
+        """The database, for people: the same for every way to write its path."""
+        return f"sqlite:///{self._path}"
+
+    @property
+    def running(self) -> int:
+        """How many environments have step rows and are neither delivered nor candidates."""
+        return self._watched.running
+
+    def watched(self) -> Mapping[str, frozenset[str]]:
+        """Return the folders, and the names in each, whose changes are hints."""
+        watched: dict[str, frozenset[str]] = {}
+        for path in self._readings:
+            folder, name = os.path.split(path)
+            watched[folder] = watched.get(folder, frozenset()) | {name, f"{name}-wal"}
+        return watched
+
+    # ---- open and close ------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Connect, check the schema, pick the job. What was found in the same file stays known."""
+        self.close()
+        if self._schema is None:
+            there = (path for path in self._readings if os.path.exists(path))
+            self._path = next(there, self._readings[0])
+        self._connect(may_be_new=True)
+
+    def close(self) -> None:
+        """Disconnect; what was found stays known."""
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+
+    def _connect(self, *, may_be_new: bool) -> None:
+        file = file_id(self._path)
+        is_new = file != self._file
+        if is_new and self._file is not None:
+            if not may_be_new:
+                raise SourceUnavailable(
+                    f"{self._path} is another file now", hint="spoold opens it anew"
+                )
+            # While the -wal of the old file lies there, and until another one was seen.
+            self._stale_wal = self._stale_wal or self._wal
+        database = connect(self._path, stale_wal=self._stale_wal)
+        try:
+            self._take(database, is_new=is_new)
+        except BaseException:
+            database.close()
+            raise
+        self._database = database
+        self._file, self._wal, self._stale_wal = database.id, database.wal_id, None
+        self._seen = None
+
+    def _take(self, database: Database, *, is_new: bool) -> None:
+        schema = self._read_schema(database)
+        with database.transaction() as connection:
+            job = self._pick_job(connection, schema, keep=not is_new)
+            heights = _heights(connection, schema)
+        self.job = job
+        if self.ready_when is ReadyWhen.AUTO:
+            # Kept even if a migration changes the column: its old rows were not marked finished.
+            self.ready_when = (
+                ReadyWhen.FINISHED if schema.reward_is_nullable else ReadyWhen.TERMINAL
+            )
+        self._schema = schema
+        self._reader = RowReader(
+            self._transaction,
+            job=job,
+            needs_finished=self.ready_when is ReadyWhen.FINISHED,
+            samples=self._samples,
+        )
+        if is_new or self._heights is None or heights.is_below(self._heights):
+            self._start_over(heights)
+
+    def _start_over(self, heights: _Heights) -> None:
+        self._heights = heights
+        self._highest_step = heights.steps
+        self._watched = Watched(self._clock())
+
+    def _read_schema(self, database: Database) -> Schema:
+        """Read the schema, giving a writer that makes its tables one by one a moment."""
+        tries = 0
+        while True:
+            tries += 1
+            with database.transaction() as connection:
+                try:
+                    return read_schema(connection, self._path)
+                except SourceSchemaError as error:
+                    if tries == _TABLES_TRIES:
+                        raise self._changed_schema(error) from error
+            time.sleep(_TABLES_PAUSE_SECONDS)
+
+    def _changed_schema(self, error: SourceSchemaError) -> SourceError:
+        """Return the error to raise: what was a rollout database once may be in a migration."""
+        if self._schema is None:
+            return error
+        return SourceUnavailable(error.message, hint=error.hint)
+
+    def _pick_job(self, connection: sqlite3.Connection, schema: Schema, *, keep: bool) -> str:
+        wanted = self.job if keep and self.job else self._wanted_job
+        if wanted is not None and connection.execute(schema.has_job, (wanted,)).fetchone():
+            return wanted
+        jobs = _jobs(connection, schema)
+        if not jobs:
+            raise SourceUnavailable(
+                f"{self._path} has no job yet", hint="spoold waits for its environments"
+            )
+        shown = ", ".join(jobs[:_JOBS_SHOWN]) + (", …" if len(jobs) > _JOBS_SHOWN else "")
+        if wanted is not None:
+            raise SourceUnavailable(
+                f"{self._path} has no environment of job {wanted} yet, only of {shown}",
+                hint="spoold waits for it; is --job right?",
+            )
+        if len(jobs) > 1:
+            raise ConfigError(f"{self._path} has several jobs: {shown}", hint="name one with --job")
+        return jobs[0]
+
+    def _connected(self) -> Database:
+        """Return the connection, a new one where the last call failed."""
+        if self._database is None or not self._database.is_open:
+            self._connect(may_be_new=False)
+        assert self._database is not None
+        return self._database
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[tuple[sqlite3.Connection, Schema]]:
+        """Read from one state of the database."""
+        with self._connected().transaction() as connection:
+            (version,) = connection.execute("PRAGMA schema_version").fetchone()
+            assert self._schema is not None
+            if version != self._schema.version:
+                # A migration rebuilt a table. Ids are kept, so is all that we know.
+                try:
+                    self._schema = read_schema(connection, self._path)
+                except SourceSchemaError as error:
+                    raise self._changed_schema(error) from error
+            yield connection, self._schema
+
+    # ---- looking -------------------------------------------------------------------------------
+
+    def changed(self) -> bool:
+        """Whether there may be anything to see since the last complete look."""
+        if self._seen is None or self._watched.has_untold:
+            return True
+        database = self._database
+        return database is None or not database.is_open or database.stamp() != self._seen
+
+    def moved(self) -> bool:
+        """Whether the path names another file than the one that is open, or none."""
+        return self._file is not None and file_id(self._path) != self._file
+
+    def look(self, skip: BitMap64) -> Look:
+        """Look at new step rows, and at the environments that are running."""
+        # Before anything is read: what is committed from here on makes another look.
+        stamp = self._connected().stamp()
+        with self._transaction() as (connection, schema):
+            heights = _heights(connection, schema)
+        assert self._heights is not None
+        if heights.is_below(self._heights):
+            self._start_over(heights)
+            self._seen = None
+            return Look(went_back=True)
+        now = self._clock()
+        touched, late, ended = self._new_rows(heights.steps, skip)
+        self._watched.got_rows(touched, now)
+        candidates = (
+            self._finished_among(self._watched.active(skip))
+            if self.ready_when is ReadyWhen.FINISHED
+            else ended
+        )
+        self._watched.offer(candidate.id for candidate in candidates)
+        self._heights = heights
+        self._highest_step = max(self._highest_step, heights.steps)
+        self._seen = stamp
+        return Look(candidates=tuple(candidates), late=tuple(late), missing=self._watched.tell())
+
+    def _new_rows(self, upto: int, skip: BitMap64) -> tuple[BitMap64, BitMap64, list[Candidate]]:
+        """Return environments with new step rows, those of them in `skip`, and the ended ones."""
+        touched, late = BitMap64(), BitMap64()
+        ended: dict[int, Candidate] = {}
+        at = self._highest_step
+        while at < upto:
+            at, rows = self._some_new_rows(at, upto)
+            for _, environment, group, is_alive, has_ended in rows:
+                if environment in skip:
+                    late.add(environment)
+                    continue
+                touched.add(environment)
+                if has_ended and is_alive:
+                    ended[environment] = Candidate(environment, _group(group))
+        return touched, late, [ended[environment] for environment in sorted(ended)]
+
+    def _some_new_rows(self, above: int, upto: int) -> tuple[int, list[tuple[Any, ...]]]:
+        """Return new step rows of one transaction, and up to which id they are all."""
+        began = time.monotonic()
+        rows: list[tuple[Any, ...]] = []
+        with self._transaction() as (connection, schema):
+            is_flagged = self.ready_when is ReadyWhen.TERMINAL
+            query = schema.new_rows_flagged if is_flagged else schema.new_rows
+            values = {"above": above, "upto": upto, "job": self.job}
+            cursor = connection.execute(query, values)
+            for row in cursor:
+                rows.append(row)
+                if len(rows) >= SLICE or time.monotonic() - began > MAX_TRANSACTION_SECONDS:
+                    upto = row[0]
+                    break
+            # A cursor that is not at its end keeps the transaction alive.
+            cursor.close()
+        return upto, rows
+
+    def _finished_among(self, ids: Sequence[int]) -> list[Candidate]:
+        if not ids:
+            return []
+        candidates = []
+        with self._transaction() as (connection, schema):
+            for query, values in marked(schema.finished_among, ids):
+                rows = connection.execute(query, {**values, "job": self.job})
+                candidates += [Candidate(environment, _group(group)) for environment, group in rows]
+        return candidates
+
+    def reconcile(self, skip: BitMap64) -> Iterator[Look]:
+        """Look at every environment that is not in `skip`, in slices of 20,000 ids."""
+        with self._transaction() as (connection, schema):
+            end = _heights(connection, schema).environments + 1
+        first = 1
+        while first < end:
+            stop = min(first + SLICE, end)
+            if skip.contains_range(first, stop):
+                first = stop
+                continue
+            look, first = self._reconcile_slice(first, stop, skip)
+            yield look
+        with self._transaction() as (connection, schema):
+            end = _heights(connection, schema).environments + 1
+        gone = self._watched.reconciled(end, max(end, self._watched.highest + 1), Found(), skip)
+        if gone:
+            yield Look(gone=gone)
+
+    def _reconcile_slice(self, first: int, end: int, skip: BitMap64) -> tuple[Look, int]:
+        """Return what is in a slice, and where the next one begins."""
+        groups: dict[int, object] = {}
+        found = Found()
+        suspects: list[int] = []
+        finished = BitMap64()
+        rows, next_first = self._registered(first, end, skip)
+        for environment, group, is_finished, has_rows in rows:
+            if environment in skip:
+                continue
+            groups[environment] = group
+            if is_finished:
+                finished.add(environment)
+            if not has_rows:
+                found.missing.add(environment)
+            elif self.ready_when is ReadyWhen.TERMINAL:
+                suspects.append(environment)
+            elif is_finished:
+                found.candidates.add(environment)
+            else:
+                found.running.add(environment)
+        ended = self._ended_among(suspects)
+        found.candidates |= ended
+        found.running |= BitMap64(suspects) - ended
+        found.missing |= found.running & finished
+        self._try_again(found, finished)
+        gone = self._watched.reconciled(first, next_first, found, skip)
+        look = Look(
+            candidates=tuple(Candidate(one, _group(groups[one])) for one in found.candidates),
+            missing=tuple(found.missing),
+            gone=gone,
+        )
+        return look, next_first
+
+    def _registered(
+        self, first: int, end: int, skip: BitMap64
+    ) -> tuple[list[tuple[Any, ...]], int]:
+        """Return the environments of a slice that have rows or are finished, and its end."""
+        left = end - first - skip.range_cardinality(first, end)
+        job = {"job": self.job}
+        rows: list[tuple[Any, ...]] = []
+        with self._transaction() as (connection, schema):
+            if left <= _FEW:
+                ids = list(BitMap64(range(first, end)) - skip)
+                for query, values in marked(schema.in_set, ids):
+                    rows += connection.execute(query, {**values, **job}).fetchall()
+                return rows, end
+            values = {"first": first, "end": end}
+            rows = connection.execute(schema.in_range, {**values, **job}).fetchall()
+            if rows:
+                return rows, end
+            # Ids may go on far above: other jobs, or what was deleted.
+            (following,) = connection.execute(schema.next_environment, (end,)).fetchone()
+        return rows, end if following is None else max(end, following)
+
+    def _ended_among(self, ids: Sequence[int]) -> BitMap64:
+        """Return which of `ids` have a row whose flags say that the session has ended.
+
+        Flags lie behind the messages of a row: this reads all of a session that has not.
+        """
+        ended = BitMap64()
+        at = 0
+        while at < len(ids):
+            began = time.monotonic()
+            with self._transaction() as (connection, schema):
+                query, values = next(marked(schema.ended_among, ids[at : at + _FEW]))
+                cursor = connection.execute(query, {**values, "job": self.job})
+                for environment, has_ended in cursor:
+                    if has_ended:
+                        ended.add(environment)
+                    if time.monotonic() - began > MAX_TRANSACTION_SECONDS:
+                        at = _after(ids, environment)
+                        break
+                else:
+                    at += _FEW
+                cursor.close()
+        return ended
+
+    def _try_again(self, found: Found, finished: BitMap64) -> None:
+        """Take out of the candidates those that had no usable row and have none now."""
+        assert self._reader is not None
+        for environment in self._watched.tried & found.candidates:
+            if not self._reader.is_usable(environment):
+                found.candidates.discard(environment)
+                found.unusable.add(environment)
+                if environment in finished:
+                    found.missing.add(environment)
+
+    # ---- rows ----------------------------------------------------------------------------------
+
+    def read(self, ids: Sequence[int]) -> Iterator[tuple[int, tuple[StepRow, ...]]]:
+        """Return the rows that become samples, in the order of `ids`."""
+        if self._reader is None:
+            raise SourceUnavailable(f"{self._path} is not open", hint="open it first")
+        return self._reader.read(ids, self._was_unusable)
+
+    def _was_unusable(self, environment: int, is_finished: bool) -> None:
+        self._watched.was_read(environment, is_missing=is_finished)
+
+    # ---- identity ------------------------------------------------------------------------------
+
+    def verify(self, remembered: Mapping[int, str], highest: int) -> None:
+        """Make sure that this is the database that was delivered from."""
+        with self._transaction() as (connection, schema):
+            heights = _heights(connection, schema)
+            if not heights.environments:
+                raise SourceUnavailable(
+                    f"{self._path} has no environments yet", hint="spoold waits for them"
+                )
+            found: dict[int, bytes] = {}
+            for query, values in marked(schema.env_ids, sorted(remembered)) if remembered else ():
+                found.update(connection.execute(query, values))
+        if schema.has_sequence and heights.environments_given < highest:
+            raise SourceReplaced(
+                f"{self._path} has given ids up to {heights.environments_given}, and environment "
+                f"{highest} was delivered from here",
+                hint="on_replaced says what becomes of the old spool",
+            )
+        for environment, env_id in found.items():
+            if env_id.decode("utf-8", "replace") != remembered[environment]:
+                raise SourceReplaced(
+                    f"{self._path}: environment {environment} is another one than the one that was "
+                    "delivered from here",
+                    hint="on_replaced says what becomes of the old spool",
+                )
+
+
+def _heights(connection: sqlite3.Connection, schema: Schema) -> _Heights:
+    environments, steps = connection.execute(schema.highest).fetchone()
+    given: dict[bytes, int] = {}
+    if schema.has_sequence:
+        given.update(connection.execute(schema.sequences))
+    return _Heights(
+        environments_given=given.get(b"job_environments", 0),
+        steps_given=given.get(b"session_steps", 0),
+        environments=environments or 0,
+        steps=steps or 0,
+    )
+
+
+def _jobs(connection: sqlite3.Connection, schema: Schema) -> list[str]:
+    """Return the first few jobs, each by one step through an index on job_id."""
+    jobs: list[str] = []
+    (job,) = connection.execute(schema.first_job).fetchone()
+    while job is not None and len(jobs) <= _JOBS_SHOWN:
+        jobs.append(job.decode("utf-8", "replace"))
+        (job,) = connection.execute(schema.next_job, (jobs[-1],)).fetchone()
+    return jobs
+
+
+def _group(group: object) -> str:
+    return group.decode("utf-8", "replace") if isinstance(group, bytes) else ""
+
+
+def _after(ids: Sequence[int], one: int) -> int:
+    """Return the place in the sorted `ids` behind `one`."""
+    return bisect_right(ids, one)

@@ -1,0 +1,246 @@
+"""A read-only connection to a SQLite file that leaves nothing behind for its writer.
+
+A database in WAL mode cannot be read without `-wal` and `-shm` beside it, and SQLite makes them
+where they are missing, even for a reader. Made by another uid they lock the writer out. So:
+
+    we own the file, and may write its folder     mode=ro; the writer can use what SQLite makes
+    else, -wal and -shm are there                 mode=ro, and they are kept from going away
+    else, -wal without -shm                       unavailable: reading would make a -shm
+    else, neither                                 immutable=1, and every transaction is believed
+                                                  only if nothing has changed when it ends
+
+Transactions are short and explicit; the connection closes itself when one fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import sqlite3
+import stat
+from collections.abc import Iterator
+from typing import Final
+from urllib.parse import quote
+
+from spoold.errors import SourceError, SourceSchemaError, SourceUnavailable
+
+__all__ = ["Database", "FileId", "connect", "file_id"]
+
+FileId = tuple[int, int]
+Facts = tuple[int, int, int, int]
+
+_BUSY_SECONDS: Final = 0.25
+# Where SQLite's readers hold their shared lock (os_unix.c: PENDING_BYTE + 2, SHARED_SIZE).
+_SHARED_FIRST: Final = 0x40000000 + 2
+_SHARED_SIZE: Final = 510
+_WAL_FORMAT: Final = b"\2\2"
+_TRIES_AGAIN: Final = "spoold tries again by itself"
+
+_UNAVAILABLE: Final = {
+    sqlite3.SQLITE_BUSY: (
+        "locked by another process",
+        f"{_TRIES_AGAIN}; a writer in locking_mode = EXCLUSIVE lets nobody read",
+    ),
+    sqlite3.SQLITE_LOCKED: ("locked by another process", _TRIES_AGAIN),
+    sqlite3.SQLITE_PROTOCOL: ("locked by another process", _TRIES_AGAIN),
+    sqlite3.SQLITE_CANTOPEN: (
+        "the file, its -wal or its -shm cannot be opened",
+        "give this user read permission on all three, and on the folder",
+    ),
+    sqlite3.SQLITE_PERM: ("no permission", "give this user read permission on the file"),
+    sqlite3.SQLITE_READONLY: (
+        "what a writer left half done cannot be undone by a reader",
+        "start the writer, or give this user write permission on -shm and -wal",
+    ),
+    sqlite3.SQLITE_IOERR: ("it cannot be read", "look at the kernel's log for errors of the disk"),
+    sqlite3.SQLITE_CORRUPT: (
+        "its pages do not fit together",
+        "`PRAGMA integrity_check` tells more; it was copied while in use, or the disk fails",
+    ),
+}
+
+
+def connect(path: str, *, stale_wal: FileId | None = None) -> Database:
+    """Open the database at an absolute path.
+
+    `stale_wal`: the -wal of another file that lay at this path before. While that one is still
+    there nothing is read: SQLite would take its pages for this file's. Raises SourceUnavailable,
+    and SourceSchemaError for what is no file.
+    """
+    facts = _stat(path)
+    if facts is None:
+        raise SourceUnavailable(f"no database at {path} yet", hint=_TRIES_AGAIN)
+    if not stat.S_ISREG(facts.st_mode):
+        what = "a folder" if stat.S_ISDIR(facts.st_mode) else "no regular file"
+        raise SourceSchemaError(f"{path} is {what}", hint="name the database file itself")
+    if stale_wal is not None and (wal := file_id(path + "-wal")) == stale_wal and wal is not None:
+        raise SourceUnavailable(
+            f"{path} was replaced, and {path}-wal still belongs to the old file",
+            hint="stop the writer, then remove the old -wal and -shm",
+        )
+    if facts.st_uid == os.geteuid() and os.access(os.path.dirname(path), os.W_OK):
+        return Database(path)
+    return _connect_as_guest(path)
+
+
+def _connect_as_guest(path: str) -> Database:
+    try:
+        guard = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _os_failed(path, error) from error
+    try:
+        # RACE: when its last connection closes, the writer removes -wal and -shm, and SQLite would
+        # make new ones for us. To remove them it needs this lock for itself alone.
+        try:
+            fcntl.lockf(guard, fcntl.LOCK_SH | fcntl.LOCK_NB, _SHARED_SIZE, _SHARED_FIRST)
+        except OSError as error:
+            text, hint = _UNAVAILABLE[sqlite3.SQLITE_BUSY]
+            raise SourceUnavailable(f"cannot read {path}: {text}", hint=hint) from error
+        if os.pread(guard, 2, 18) != _WAL_FORMAT:
+            return Database(path)
+        wal, shm = file_id(path + "-wal"), file_id(path + "-shm")
+        if wal is None:
+            return Database(path, immutable=True)
+        if shm is None:
+            raise SourceUnavailable(
+                f"cannot read {path}: it has a -wal and no -shm, and one made by this user would "
+                "lock its writer out",
+                hint="start the writer, or run spoold as the owner of the file",
+            )
+        database = Database(path, guard=guard)
+        guard = -1
+        return database
+    finally:
+        # Closing a file drops all locks that this process has on it; the connection has none yet.
+        if guard >= 0:
+            os.close(guard)
+
+
+class Database:
+    """An open connection. Not for several threads."""
+
+    def __init__(self, path: str, *, immutable: bool = False, guard: int = -1) -> None:
+        self.path = path
+        self.immutable = immutable
+        self._guard = guard
+        self._connection: sqlite3.Connection | None = None
+        self._facts = _facts(path)
+        uri = f"file:{quote(os.fsencode(path))}?mode=ro{'&immutable=1' if immutable else ''}"
+        try:
+            with self._translated():
+                connection = sqlite3.connect(
+                    uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None
+                )
+                self._connection = connection
+                connection.text_factory = bytes
+                connection.execute("PRAGMA query_only = 1")
+                # Reads the file for the first time: -wal and -shm are open after this.
+                connection.execute("PRAGMA schema_version").fetchone()
+        except BaseException:
+            self.close()
+            raise
+        self.id = file_id(path)
+        self.wal_id = file_id(path + "-wal")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be used."""
+        return self._connection is not None
+
+    def close(self) -> None:
+        """Disconnect; fine when that was done."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+        guard, self._guard = self._guard, -1
+        if guard >= 0:
+            os.close(guard)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Read from one state of the database. Closes the connection where that fails.
+
+        What was read counts only once the block has ended without an error.
+        """
+        connection = self._connection
+        if connection is None:
+            raise SourceUnavailable(f"{self.path} is not open", hint=_TRIES_AGAIN)
+        try:
+            with self._translated():
+                connection.execute("BEGIN")
+                yield connection
+                connection.execute("COMMIT")
+            if self.immutable:
+                self._believe()
+        except BaseException:
+            self.close()
+            raise
+
+    def stamp(self) -> tuple[int, Facts | None, Facts | None]:
+        """Return what differs after each commit: data_version, and the stat of file and -wal."""
+        connection = self._connection
+        if connection is None:
+            raise SourceUnavailable(f"{self.path} is not open", hint=_TRIES_AGAIN)
+        try:
+            with self._translated():
+                (version,) = connection.execute("PRAGMA data_version").fetchone()
+        except SourceError:
+            self.close()
+            raise
+        return version, _facts(self.path), _facts(self.path + "-wal")
+
+    def _believe(self) -> None:
+        """Raise SourceUnavailable where a file opened as immutable was not."""
+        if _facts(self.path) != self._facts or file_id(self.path + "-wal") is not None:
+            raise SourceUnavailable(
+                f"{self.path} was written to while it was read", hint=_TRIES_AGAIN
+            )
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: sqlite3.Error) -> Exception:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code == sqlite3.SQLITE_NOTADB:
+            return SourceSchemaError(
+                f"{self.path} is no SQLite database", hint="name the rollout database"
+            )
+        if code not in _UNAVAILABLE:
+            return error
+        text, hint = _UNAVAILABLE[code]
+        return SourceUnavailable(f"cannot read {self.path}: {text}", hint=hint)
+
+
+def file_id(path: str) -> FileId | None:
+    """Return (device, inode), None where there is no file."""
+    facts = _stat(path)
+    return None if facts is None else (facts.st_dev, facts.st_ino)
+
+
+def _facts(path: str) -> Facts | None:
+    facts = _stat(path)
+    if facts is None:
+        return None
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+def _stat(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _os_failed(path, error) from error
+
+
+def _os_failed(path: str, error: OSError) -> SourceUnavailable:
+    hint = "give this user read permission on it" if error.errno == errno.EACCES else _TRIES_AGAIN
+    return SourceUnavailable(
+        f"cannot read {path}: {os.strerror(error.errno or 0).lower()}", hint=hint
+    )

@@ -1,0 +1,260 @@
+"""The rows of environments, in batches of a few megabytes, each read in one short transaction.
+
+One SELECT names the top row of every session by primary key. Mostly that row is the one: completed,
+and a turn of the model. Only where it is not is the session walked down, row by row.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from spoold.codec import choose, is_trajectory, samples_of
+from spoold.model import Samples, StepRow
+from spoold.sources.sqlite_schema import MAX_MARKS, Schema, marked
+
+__all__ = ["MAX_TRANSACTION_SECONDS", "RowReader"]
+
+MAX_TRANSACTION_SECONDS: Final = 0.25
+_MAX_BYTES: Final = 8 << 20
+
+Transaction = Callable[[], AbstractContextManager[tuple[sqlite3.Connection, Schema]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Environment:
+    id: int
+    env_id: object
+    group_id: object
+    job_id: object
+    env_name: object
+    is_finished: bool
+    top: int | None
+
+
+def _is_finished(environment: _Environment | None) -> bool:
+    return environment is not None and bool(environment.is_finished)
+
+
+@dataclass(slots=True)
+class _Session:
+    """What was read of one environment. `rows`: None where the session has to be walked."""
+
+    environment: _Environment | None
+    rows: tuple[StepRow, ...] | None = ()
+
+
+class RowReader:
+    """Reads the rows that become samples.
+
+    `transaction` opens one; `needs_finished` is the gate. Holds at most 8 MiB of rows and one row.
+    """
+
+    def __init__(
+        self, transaction: Transaction, *, job: str, needs_finished: bool, samples: Samples
+    ) -> None:
+        self._transaction = transaction
+        self._job = job
+        self._own_jobs = (None, b"", job.encode())
+        self._needs_finished = needs_finished
+        self._all_steps = samples is Samples.STEPS
+        self._average_bytes = 64 << 10
+
+    def read(
+        self, ids: Sequence[int], unusable: Callable[[int, bool], None]
+    ) -> Iterator[tuple[int, tuple[StepRow, ...]]]:
+        """Return the rows of each environment, in the order of `ids`; () where none is usable.
+
+        Calls `unusable(id, is_finished)` for each of the latter.
+        """
+        at = 0
+        while at < len(ids):
+            sessions = self._gather(ids[at : at + 4 * MAX_MARKS])
+            sessions.reverse()
+            while sessions:
+                session = sessions.pop()
+                environment, rows = session.environment, session.rows
+                if rows is None:
+                    assert environment is not None
+                    rows = self._walk(environment)
+                if not rows:
+                    unusable(ids[at], _is_finished(environment))
+                yield ids[at], rows
+                at += 1
+
+    def is_usable(self, environment: int) -> bool:
+        """Whether there is a usable row now."""
+        with self._transaction() as (connection, schema):
+            found = self._environments(connection, schema, [environment]).get(environment)
+        return found is not None and self._choose_by_heads(found) is not None
+
+    # ---- the fast way: many sessions at once ---------------------------------------------------
+
+    def _gather(self, ids: Sequence[int]) -> list[_Session]:
+        """Read a beginning of `ids`, at least one, in one transaction."""
+        sessions: list[_Session] = []
+        room = _MAX_BYTES
+        began = time.monotonic()
+        with self._transaction() as (connection, schema):
+            while len(sessions) < len(ids) and room > 0:
+                count = max(1, min(256, room // self._average_bytes))
+                part = ids[len(sessions) : len(sessions) + count]
+                found, size = self._read_part(connection, schema, part, room)
+                sessions += found
+                room -= size
+                if time.monotonic() - began > MAX_TRANSACTION_SECONDS:
+                    break
+        return sessions
+
+    def _read_part(
+        self, connection: sqlite3.Connection, schema: Schema, ids: Sequence[int], room: int
+    ) -> tuple[list[_Session], int]:
+        """Return what fits into `room` bytes, at least one session, and its size.
+
+        Rows come in the order of their own ids, so where they don't fit what was read may have
+        gaps: then only what lies before the first gap counts, or the first session alone is read.
+        """
+        environments = self._environments(connection, schema, ids)
+        owners = self._row_owners(connection, schema, environments)
+        rows: dict[int, list[StepRow]] = {}
+        size = 0
+        is_whole = True
+        for query, values in marked(schema.rows, sorted(owners)):
+            cursor = connection.execute(query, values)
+            for row in cursor:
+                environment = environments[owners[row[1]]]
+                size += len(row[5] or b"") + len(row[6] or b"") + 512
+                if size > room and len(ids) > 1:
+                    is_whole = False
+                    break
+                rows.setdefault(environment.id, []).extend(self._own(environment, row))
+            cursor.close()
+            if not is_whole:
+                break
+        self._average_bytes = max(1024, size // max(1, len(rows)))
+        if not is_whole:
+            return self._read_part(connection, schema, ids[: self._fitting(ids)], room)
+        return [self._session(environments.get(one), rows.get(one, [])) for one in ids], size
+
+    def _fitting(self, ids: Sequence[int]) -> int:
+        """Return how many to try where `ids` were too many."""
+        return max(1, min(len(ids) // 2, _MAX_BYTES // (2 * self._average_bytes)))
+
+    def _environments(
+        self, connection: sqlite3.Connection, schema: Schema, ids: Sequence[int]
+    ) -> dict[int, _Environment]:
+        """Return those of `ids` that pass the gate now."""
+        found = {}
+        for query, values in marked(schema.environments, ids):
+            for row in connection.execute(query, {**values, "job": self._job}):
+                environment = _Environment(*row)
+                if environment.is_finished or not self._needs_finished:
+                    found[environment.id] = environment
+        return found
+
+    def _row_owners(
+        self,
+        connection: sqlite3.Connection,
+        schema: Schema,
+        environments: dict[int, _Environment],
+    ) -> dict[int, int]:
+        """Return the ids of the rows to read, each with its environment's."""
+        if not self._all_steps:
+            return {e.top: e.id for e in environments.values() if e.top is not None}
+        owners: dict[int, int] = {}
+        for query, values in marked(schema.step_ids, list(environments)) if environments else ():
+            owners.update(
+                (pk, environment) for environment, pk in connection.execute(query, values)
+            )
+        return owners
+
+    def _own(self, environment: _Environment, row: tuple[Any, ...]) -> Iterator[StepRow]:
+        """Yield the row where it belongs to the job and is a turn of the model."""
+        job_id, pk, session_id, step_id, model, messages, response, *rest = row
+        step_reward, reward, meta, is_terminal, is_truncated, is_completed, created_at = rest
+        if job_id in self._own_jobs and is_trajectory(meta, messages, response):
+            yield StepRow(
+                environment.id,
+                environment.env_id,
+                environment.group_id,
+                environment.job_id,
+                environment.env_name,
+                pk,
+                session_id,
+                step_id,
+                model,
+                messages,
+                response,
+                step_reward,
+                reward,
+                meta,
+                bool(is_terminal),
+                bool(is_truncated),
+                bool(is_completed),
+                created_at,
+            )
+
+    def _session(self, environment: _Environment | None, rows: list[StepRow]) -> _Session:
+        if environment is None or environment.top is None:
+            return _Session(environment)
+        if self._all_steps:
+            return _Session(environment, samples_of(rows))
+        if rows and rows[0].is_completed:
+            return _Session(environment, (rows[0],))
+        return _Session(environment, None)
+
+    # ---- the slow way: one session, from its top down ------------------------------------------
+
+    def _walk(self, environment: _Environment) -> tuple[StepRow, ...]:
+        pk = self._choose_by_heads(environment)
+        if pk is None:
+            return ()
+        with self._transaction() as (connection, schema):
+            rows = self._some_rows(connection, schema.rows, environment, [pk])
+        # RACE: it may have been changed since its head was read.
+        chosen = choose(rows)
+        return (chosen,) if chosen is not None else ()
+
+    def _choose_by_heads(self, environment: _Environment) -> int | None:
+        """Return the id of the usable row. Reads no more than flags, meta and a few bytes.
+
+        As many transactions as it takes: each row's flags lie behind all of its messages.
+        """
+        rows: list[StepRow] = []
+        left: list[int] | None = None
+        while left is None or left:
+            began = time.monotonic()
+            with self._transaction() as (connection, schema):
+                if left is None:
+                    left = self._ids_of(connection, schema, environment)
+                while left and time.monotonic() - began < MAX_TRANSACTION_SECONDS:
+                    rows += self._some_rows(connection, schema.heads, environment, [left.pop()])
+                    if rows and rows[-1].is_completed:
+                        return rows[-1].pk
+        chosen = choose(rows)
+        return None if chosen is None else chosen.pk
+
+    def _ids_of(
+        self, connection: sqlite3.Connection, schema: Schema, environment: _Environment
+    ) -> list[int]:
+        pairs: list[tuple[int, int]] = []
+        for query, values in marked(schema.step_ids, [environment.id]):
+            pairs += connection.execute(query, values).fetchall()
+        return sorted({pk for _, pk in pairs})
+
+    def _some_rows(
+        self,
+        connection: sqlite3.Connection,
+        query: str,
+        environment: _Environment,
+        pks: Sequence[int],
+    ) -> list[StepRow]:
+        found: list[StepRow] = []
+        for part, values in marked(query, pks):
+            for row in connection.execute(part, values).fetchall():
+                found += self._own(environment, row)
+        return found

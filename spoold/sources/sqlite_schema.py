@@ -1,0 +1,215 @@
+"""The two tables of a rollout database: what they must have, and every query that is made of them.
+
+The planner is held to primary keys and to session_id: CROSS JOIN fixes the order of tables, unary
++ keeps a condition from choosing an index. Left alone it starts at the index on job_id and walks
+over all that was ever registered. The indexes of the UNIQUE constraints are always there, those
+that the writer adds may not be.
+
+In a row the flags lie behind megabytes of messages, so they are asked for last, and of few rows.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from spoold.errors import SourceSchemaError, SourceUnavailable
+
+__all__ = ["MAX_MARKS", "Schema", "marked", "read_schema"]
+
+_ENVIRONMENTS: Final = "job_environments"
+_STEPS: Final = "session_steps"
+_ENVIRONMENT_COLUMNS: Final = (
+    "id",
+    "job_id",
+    "env_id",
+    "env_name",
+    "group_id",
+    "finished",
+    "is_deleted",
+)
+_STEP_COLUMNS: Final = (
+    "id",
+    "session_id",
+    "step_id",
+    "llm_model",
+    "job_id",
+    "messages",
+    "response",
+    "step_reward",
+    "reward",
+    "is_terminal",
+    "is_truncated",
+    "is_session_completed",
+    "created_at",
+)
+_META_COLUMNS: Final = ("meta_json", "env_state")
+
+# How many ids one statement names at most; older builds of SQLite allow 999.
+MAX_MARKS: Final = 512
+
+_PARTS: Final = {
+    "{own}": "(+s.job_id = :job OR +s.job_id IS NULL OR +s.job_id = '')",
+    "{ended}": "(s.is_session_completed <> 0 OR s.is_terminal <> 0 OR s.is_truncated <> 0)",
+    "{top}": "(SELECT max(+t.id) FROM session_steps AS t WHERE t.session_id = e.env_id)",
+    "{has_rows}": "EXISTS (SELECT 1 FROM session_steps AS s WHERE s.session_id = e.env_id)",
+}
+
+
+def _sql(text: str) -> str:
+    """Return a query with the parts that several queries share filled in."""
+    for name, part in _PARTS.items():
+        text = text.replace(name, part)
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What one generation of the writer calls its columns, and the queries for it.
+
+    `version` is PRAGMA schema_version: when it changes the tables may have been rebuilt. Parameters
+    are named; `{ids}` in a query stands for marks that `marked` fills in.
+    """
+
+    version: int
+    reward_is_nullable: bool
+    meta: str
+    has_sequence: bool
+
+    next_job = "SELECT min(e.job_id) FROM job_environments AS e WHERE e.job_id > ?"
+    first_job = "SELECT min(e.job_id) FROM job_environments AS e"
+    has_job = "SELECT 1 FROM job_environments AS e WHERE e.job_id = ? LIMIT 1"
+    highest = (
+        "SELECT (SELECT max(e.id) FROM job_environments AS e),"
+        " (SELECT max(s.id) FROM session_steps AS s)"
+    )
+    sequences = (
+        "SELECT name, seq FROM sqlite_sequence WHERE name IN ('job_environments', 'session_steps')"
+    )
+    env_ids = "SELECT e.id, e.env_id FROM job_environments AS e WHERE e.id IN ({ids})"
+
+    new_rows = _sql("""
+        SELECT s.id, e.id, e.group_id, e.is_deleted = 0, 0
+        FROM session_steps AS s CROSS JOIN job_environments AS e ON e.env_id = s.session_id
+        WHERE s.id > :above AND s.id <= :upto AND {own} AND +e.job_id = :job
+        ORDER BY s.id""")
+    new_rows_flagged = _sql(new_rows.replace("= 0, 0", "= 0, {ended}"))
+    finished_among = """
+        SELECT e.id, e.group_id FROM job_environments AS e
+        WHERE e.id IN ({ids}) AND e.finished = 1 AND +e.is_deleted = 0 AND +e.job_id = :job"""
+
+    next_environment = "SELECT min(e.id) FROM job_environments AS e WHERE e.id >= ?"
+    in_range = _sql("""
+        SELECT e.id, e.group_id, e.finished = 1, {has_rows} FROM job_environments AS e
+        WHERE e.id >= :first AND e.id < :end AND +e.is_deleted = 0 AND +e.job_id = :job
+        AND (e.finished = 1 OR {has_rows})""")
+    in_set = in_range.replace("e.id >= :first AND e.id < :end", "e.id IN ({ids})")
+    # The top row first: of a session that has ended it mostly is the end.
+    ended_among = _sql("""
+        SELECT e.id, CASE
+            WHEN (SELECT {ended} AND {own} FROM session_steps AS s WHERE s.id = {top}) THEN 1
+            ELSE EXISTS (SELECT 1 FROM session_steps AS s
+                         WHERE s.session_id = e.env_id AND {ended} AND {own}) END
+        FROM job_environments AS e WHERE e.id IN ({ids}) ORDER BY e.id""")
+
+    environments = _sql("""
+        SELECT e.id, e.env_id, e.group_id, e.job_id, e.env_name, e.finished = 1, {top}
+        FROM job_environments AS e
+        WHERE e.id IN ({ids}) AND +e.is_deleted = 0 AND +e.job_id = :job""")
+    step_ids = """
+        SELECT e.id, s.id FROM job_environments AS e
+        CROSS JOIN session_steps AS s ON s.session_id = e.env_id WHERE e.id IN ({ids})"""
+
+    @property
+    def rows(self) -> str:
+        """Whole rows: the row's own job_id, then as StepRow from `pk` on."""
+        return _ROWS.replace("{meta}", self.meta)
+
+    @property
+    def heads(self) -> str:
+        """The same, with only the beginning of messages and response."""
+        return self.rows.replace(
+            "s.messages, s.response",
+            "substr(CAST(s.messages AS BLOB), 1, 64), substr(CAST(s.response AS BLOB), 1, 1)",
+        )
+
+
+_ROWS: Final = """
+    SELECT s.job_id, s.id, s.session_id, s.step_id, s.llm_model, s.messages, s.response,
+        s.step_reward, s.reward, {meta}, s.is_terminal <> 0, s.is_truncated <> 0,
+        s.is_session_completed <> 0, s.created_at
+    FROM session_steps AS s WHERE s.id IN ({ids}) ORDER BY s.id"""
+
+
+def read_schema(connection: sqlite3.Connection, path: str) -> Schema:
+    """Find out what the tables are like. In a transaction.
+
+    Raises SourceUnavailable for a database without any table, SourceSchemaError naming what else
+    is missing.
+    """
+    (version,) = connection.execute("PRAGMA schema_version").fetchone()
+    environments = _columns(connection, _ENVIRONMENTS)
+    steps = _columns(connection, _STEPS)
+    if not environments and not steps and not _has_tables(connection):
+        raise SourceUnavailable(
+            f"{path} has no tables yet", hint="spoold waits for the writer to make them"
+        )
+    for table, found, wanted in (
+        (_ENVIRONMENTS, environments, _ENVIRONMENT_COLUMNS),
+        (_STEPS, steps, _STEP_COLUMNS),
+    ):
+        if not found:
+            raise SourceSchemaError(
+                f"{path} has no table {table}", hint="is it a rollout database of SAfactory?"
+            )
+        missing = [column for column in wanted if column not in found]
+        if missing:
+            raise _lacks(path, table, ", ".join(missing))
+    meta = [f"s.{column}" for column in _META_COLUMNS if column in steps]
+    if not meta:
+        raise _lacks(path, _STEPS, " or ".join(_META_COLUMNS))
+    return Schema(
+        version=version,
+        reward_is_nullable=not steps["reward"],
+        meta=meta[0] if len(meta) == 1 else f"coalesce({', '.join(meta)})",
+        has_sequence=bool(_columns(connection, "sqlite_sequence")),
+    )
+
+
+def _lacks(path: str, table: str, missing: str) -> SourceSchemaError:
+    return SourceSchemaError(
+        f"{path}: table {table} has no column {missing}",
+        hint="its writer is older or newer than those that spoold knows",
+    )
+
+
+def _columns(connection: sqlite3.Connection, table: str) -> dict[str, bool]:
+    """Return the columns of a table, each with whether it is NOT NULL; none: no such table."""
+    rows = connection.execute(f"PRAGMA table_info({table})")
+    return {row[1].decode("utf-8", "replace"): bool(row[3]) for row in rows}
+
+
+def _has_tables(connection: sqlite3.Connection) -> bool:
+    return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
+
+
+def marked(query: str, ids: Sequence[int]) -> Iterator[tuple[str, dict[str, int]]]:
+    """Return the query with parameters for `ids`, in as many parts as it takes.
+
+    There are few lengths, so that the statements stay prepared; the last id fills them up.
+    """
+    for at in range(0, len(ids), MAX_MARKS):
+        part = ids[at : at + MAX_MARKS]
+        length = min(MAX_MARKS, max(8, 1 << (len(part) - 1).bit_length()))
+        names = _NAMES[:length]
+        values = dict(zip(names, part, strict=False))
+        values.update(dict.fromkeys(names[len(part) :], part[-1]))
+        yield query.format(ids=_MARKS[length]), values
+
+
+_NAMES: Final = tuple(f"i{number}" for number in range(MAX_MARKS))
+_MARKS: Final = {
+    1 << power: ", ".join(f":{name}" for name in _NAMES[: 1 << power]) for power in range(3, 10)
+}

@@ -1,0 +1,123 @@
+"""Which environments a source keeps an eye on between two looks. Ids only; no I/O.
+
+active   have step rows, do not pass the gate yet, got rows within the last ten minutes or so
+resting  the same, but quiet for longer: left to the reconcile
+offered  were returned as candidates: not returned again until something about them changes
+tried    of these, the ones that had no usable row when they were read
+missing  finished, without a usable row, and reported as such
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from pyroaring import BitMap64
+
+__all__ = ["Found", "Watched"]
+
+_QUIET_SECONDS: Final = 600.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """What a reconcile found in a range of ids: every environment that is not in `skip`.
+
+    `unusable` are tried ones that still have no usable row; `missing` those of them, and those
+    without any row, that are finished.
+    """
+
+    candidates: BitMap64 = field(default_factory=BitMap64)
+    running: BitMap64 = field(default_factory=BitMap64)
+    unusable: BitMap64 = field(default_factory=BitMap64)
+    missing: BitMap64 = field(default_factory=BitMap64)
+
+
+class Watched:
+    """The sets, and how they change. An id is in one of active, resting and offered at most."""
+
+    def __init__(self, now: float) -> None:
+        self.offered = BitMap64()
+        self.tried = BitMap64()
+        self.missing = BitMap64()
+        self.resting = BitMap64()
+        # Active in two halves: what got no rows for a whole turn of the clock goes to rest.
+        self._recent = BitMap64()
+        self._older = BitMap64()
+        self._turned = now
+        self._untold = BitMap64()
+
+    def active(self, skip: BitMap64) -> list[int]:
+        """Return the environments that each look checks, in order."""
+        return list((self._recent | self._older) - skip)
+
+    @property
+    def running(self) -> int:
+        """How many have step rows and are neither delivered nor candidates nor missing a row."""
+        return len((self._recent | self._older | self.resting | self.tried) - self.missing)
+
+    @property
+    def has_untold(self) -> bool:
+        """Whether a missing row was found that no look has reported."""
+        return bool(self._untold)
+
+    @property
+    def highest(self) -> int:
+        """The highest id that is known here, 0 for none."""
+        sets = (self._recent, self._older, self.resting, self.offered, self.missing)
+        return max((one.max() for one in sets if one), default=0)
+
+    def got_rows(self, ids: Iterable[int], now: float) -> None:
+        """Note that there are new step rows of these."""
+        if now - self._turned >= _QUIET_SECONDS:
+            self.resting |= self._older
+            self._older, self._recent = self._recent, BitMap64()
+            self._turned = now
+        new = BitMap64(ids)
+        if new:
+            _remove(new, self._older, self.resting, self.offered, self.tried)
+            self._recent |= new
+
+    def offer(self, ids: Iterable[int]) -> None:
+        """Note that these are returned as candidates."""
+        new = BitMap64(ids)
+        if new:
+            _remove(new, self._recent, self._older, self.resting)
+            _remove(new, self.tried, self.missing, self._untold)
+            self.offered |= new
+
+    def was_read(self, environment: int, *, is_missing: bool) -> None:
+        """Note that no usable row was there; `is_missing`: though it is finished."""
+        if environment in self.offered:
+            self.tried.add(environment)
+        if is_missing and environment not in self.missing:
+            self.missing.add(environment)
+            self._untold.add(environment)
+
+    def tell(self) -> tuple[int, ...]:
+        """Return the missing ones that no look has reported; they count as reported now."""
+        told = tuple(self._untold)
+        self._untold.clear()
+        return told
+
+    def reconciled(self, first: int, end: int, found: Found, skip: BitMap64) -> tuple[int, ...]:
+        """Take in all that is true of the ids from `first` up to `end`, exclusive.
+
+        Returns those that were candidates or missing before and are neither now, in order.
+        """
+        here = BitMap64(range(first, end))
+        before = (self.offered | self.missing) & here
+        _remove(here, self.offered, self.tried, self.missing, self._untold)
+        _remove(here - found.running, self._recent, self._older, self.resting)
+        # What got rows since was found by a look; the rest is new to us, not active again.
+        self._recent |= found.running - self._older - self.resting
+        self.offered |= found.candidates | found.unusable
+        self.tried |= found.unusable
+        self.missing |= found.missing
+        return tuple(before - self.offered - self.missing - skip)
+
+
+def _remove(ids: BitMap64, *others: BitMap64) -> None:
+    for other in others:
+        other.difference_update(ids)
