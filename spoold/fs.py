@@ -344,8 +344,8 @@ class Lock:
     def acquire(self) -> bool:
         """Try once. False where another process holds it.
 
-        Raises ConfigError where the file system cannot lock, SpoolWriteError where the file cannot
-        be opened.
+        Raises FileNotFoundError where its folder is not there, ConfigError where the file system
+        cannot lock, SpoolWriteError where the file cannot be opened.
         """
         from filelock import FileLock, Timeout
 
@@ -360,12 +360,13 @@ class Lock:
                 on_acquired=self._acquired,
             )
             try:
-                if not os.path.isdir(os.path.dirname(self.path)):
-                    # filelock would make it, with modes of its own.
-                    raise FileNotFoundError(errno.ENOENT, "no such directory", self.path)
+                # filelock would make a folder that is not there, with modes of its own.
+                os.stat(os.path.dirname(self.path))
                 lock.acquire()
             except Timeout:
                 return False
+            except FileNotFoundError:
+                raise
             except OSError as error:
                 if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                     raise ConfigError(

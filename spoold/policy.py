@@ -15,6 +15,7 @@ from pyroaring import BitMap64
 from spoold.model import Candidate, PartialGroups
 
 __all__ = [
+    "Abandoned",
     "Absence",
     "Backoff",
     "Group",
@@ -347,6 +348,20 @@ class Overdue:
 
     def __len__(self) -> int:
         return len(self._since)
+
+
+class Abandoned:
+    """Consumers whose lock has been free for `seconds`: what they hold is to be requeued."""
+
+    def __init__(self, *, seconds: float) -> None:
+        self.seconds = seconds
+        self._free_since: dict[str, float] = {}
+
+    def seen(self, free: Iterable[str], now: float) -> tuple[str, ...]:
+        """Take in whose lock is free now. Returns those for whom it has been so long enough."""
+        self._free_since = {name: self._free_since.get(name, now) for name in free}
+        due = (n for n, since in self._free_since.items() if now >= since + self.seconds)
+        return tuple(sorted(due))
 
 
 class Backoff:

@@ -51,7 +51,7 @@ def test_the_batch_id_is_the_same_for_every_attempt() -> None:
         "000000042-n64-w6.7-5f3c9a1b2c3d.try002.jsonl",
         "000000042-n64-w6.7-5f3c9a1b2c3d.jsonl.tmp",
         "000000042-n64-w6.7-5f3c9a1b2c3d.jsonl\n",
-        "00000004２-n64-w6.7-5f3c9a1b2c3d.jsonl",
+        "00000004\uff12-n64-w6.7-5f3c9a1b2c3d.jsonl",
     ],
 )
 def test_what_is_not_a_batch_name_to_the_letter_is_none(name: str) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from pyroaring import BitMap64
@@ -40,6 +41,7 @@ log = logging.getLogger("spoold.spool")
 
 MISSING_ROW: Final = "missing-row"
 MERGE_AT: Final = 1000
+LATEST: Final = 8
 
 
 @dataclass(slots=True)
@@ -102,12 +104,12 @@ class Inventory:
         return self.skip.max() if self.skip else 0
 
     def remembered(self) -> dict[int, str]:
-        """Return environment ids with the env_id that each had when it was delivered."""
-        remembered = dict(self.ledger.remembered)
-        for held in self._held.values():
-            if held.entry is not None:
-                remembered[held.entry.highest] = held.entry.env_id
-        return remembered
+        """Return ids of delivered environments with the env_id that each had then."""
+        return dict(self.ledger.remembered)
+
+    def latest(self) -> dict[int, str]:
+        """Return the few of them that were remembered last, for a check that costs nothing."""
+        return dict(islice(reversed(self.ledger.remembered.items()), LATEST))
 
     def batches(self) -> Iterable[tuple[Place, str]]:
         """Return where each batch lies, and its file name."""
@@ -151,7 +153,7 @@ class Inventory:
         self._held[name.id] = Held(place, name.file_name, size, entry)
         self.pending_batches += 1
         self.pending_bytes += size
-        self.skip.update(entry.environments)
+        self._deliver(entry)
 
     def noted(self, file_name: str, environment: int, reason: str) -> None:
         """Take in a note that this daemon has just written."""
@@ -206,7 +208,6 @@ class Inventory:
             ledgerdir.write(self.run, entries)
             for batch_id, entry in sorted(entries):
                 self.ledger.add(batch_id, entry)
-                self.skip.update(entry.environments)
                 self._held[batch_id].entry = None
         if withdrawn:
             ledgerdir.withdraw(self.run, withdrawn)
@@ -259,7 +260,7 @@ class Inventory:
             if isinstance(read, BatchCorrupt):
                 return True
             entry, size = read
-            self.skip.update(entry.environments)
+            self._deliver(entry)
         if held is None or held.place != place:
             fields = {"batch": batch_id, "to": place.path}
             if held is not None:
@@ -320,6 +321,10 @@ class Inventory:
         if held is not None and batch_id not in self.ledger.batches:
             self._recount()
 
+    def _deliver(self, entry: Entry) -> None:
+        self.skip.update(entry.environments)
+        self.ledger.remember(entry.highest, entry.env_id)
+
     def _unlist(self, place: Place, file_name: str) -> None:
         shelf = self.shelves.by_place.get(place)
         if shelf is not None:
@@ -354,7 +359,7 @@ class Inventory:
         self.skip |= self.ledger.environments
         for held in self._held.values():
             if held.entry is not None:
-                self.skip.update(held.entry.environments)
+                self._deliver(held.entry)
         self._take_notes(recount=False)
 
     def _take_notes(self, *, recount: bool = True) -> None:

@@ -1,0 +1,226 @@
+"""From complete environments to a batch in pending/: read, convert, cut, publish."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from spoold import codec, fs
+from spoold.config import Settings
+from spoold.errors import SpoolWriteError
+from spoold.layout import RunDir
+from spoold.ledger import Entry
+from spoold.model import Note, Sample, StepRow
+from spoold.policy import GroupPlan, Plan
+from spoold.sources import Source
+from spoold.spool.inventory import MISSING_ROW, Inventory
+from spoold.spool.notes import remove_note, write_note
+from spoold.spool.publish import Numbers, publish
+from spoold.spool.statusfile import LatestNote, Published
+
+__all__ = ["BAD_ROWS", "Counts", "Delivery"]
+
+log = logging.getLogger("spoold.daemon")
+
+BAD_ROWS: Final = 100
+Unit = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What this daemon has done since it started."""
+
+    batches: int = 0
+    samples: int = 0
+    environments: int = 0
+    size_bytes: int = 0
+    last_published: float | None = None
+    latest_note: LatestNote | None = None
+    bad_in_a_row: int = 0
+
+    def published(self) -> Published:
+        """Return what was published, as status shows it."""
+        return Published(
+            batches=self.batches,
+            samples=self.samples,
+            environments=self.environments,
+            bytes=self.size_bytes,
+            last=self.last_published,
+        )
+
+
+@dataclass(slots=True)
+class Collected:
+    """The rows of one batch, converted, and what was found on the way."""
+
+    units: list[Unit] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    size_bytes: int = 0
+    notes: list[tuple[Note, str]] = field(default_factory=list)
+    incomplete: list[int] = field(default_factory=list)
+
+
+class Delivery:
+    """Publishes what the plan says is due. Holds the samples of one batch and of one unit more."""
+
+    def __init__(
+        self,
+        *,
+        run: RunDir,
+        lock: fs.Lock,
+        inventory: Inventory,
+        numbers: Numbers,
+        plan: Plan | GroupPlan,
+        settings: Settings,
+        wall: Callable[[], float],
+    ) -> None:
+        self.run = run
+        self.lock = lock
+        self.inventory = inventory
+        self.numbers = numbers
+        self.plan = plan
+        self.settings = settings
+        self.counts = Counts()
+        self._wall = wall
+        # What was read but did not fit into the last batch.
+        self._carry: tuple[Unit, list[Sample]] | None = None
+
+    def forget(self) -> None:
+        """Forget what was read and not published: the source is not the same any more."""
+        self._carry = None
+
+    def deliver(self, source: Source, units: Sequence[Unit], now: float) -> bool:
+        """Publish one batch out of `units`, and note what cannot be delivered.
+
+        Returns whether a batch was published. When publishing fails everything stays to come.
+        """
+        collected = self._collect(source, units)
+        for note, group in collected.notes:
+            self.note(note, source.job, now, group=group)
+        self.plan.drop(collected.incomplete)
+        if not collected.samples:
+            return False
+        self._publish(collected, source, now)
+        return True
+
+    def note(self, note: Note, job: str, now: float, *, group: str = "") -> None:
+        """Set an environment aside with a note."""
+        file_name = write_note(self.run, note, job=job, at=self._wall())
+        self.inventory.noted(file_name, note.environment, note.reason)
+        if note.reason != MISSING_ROW:
+            self.plan.lose(note.environment, group, now)
+        if not note.policy:
+            self.counts.bad_in_a_row += 1
+        self.counts.latest_note = LatestNote(
+            environment=note.environment, reason=note.reason, file=file_name
+        )
+        fields = {"environment": note.environment, "reason": note.reason, "what": note.what}
+        log.warning("environment set aside", extra={"fields": fields})
+
+    def _collect(self, source: Source, units: Sequence[Unit]) -> Collected:
+        into = Collected()
+        carry, self._carry = self._carry, None
+        known = {carry[0]: carry[1]} if carry is not None else {}
+        skip = self.inventory.skip
+        wanted = [unit for unit in units if not any(one in skip for one in unit)]
+        into.incomplete += [one for unit in units if unit not in wanted for one in unit]
+        rows = source.read([one for unit in wanted if unit not in known for one in unit])
+        for unit in wanted:
+            samples = known.get(unit)
+            if samples is None:
+                samples = self._convert(unit, rows, into)
+            if samples is None:
+                continue
+            size = sum(len(sample.line) for sample in samples)
+            if into.units and into.size_bytes + size > self.settings.batch_bytes:
+                self._carry = (unit, samples)
+                break
+            into.units.append(unit)
+            into.samples += samples
+            into.size_bytes += size
+            self.counts.bad_in_a_row = 0
+            if into.size_bytes >= self.settings.batch_bytes:
+                break
+        return into
+
+    def _convert(
+        self, unit: Unit, rows: Iterator[tuple[int, tuple[StepRow, ...]]], into: Collected
+    ) -> list[Sample] | None:
+        """Return the samples of a unit; None where it cannot be delivered as a whole."""
+        samples: list[Sample] = []
+        whole = True
+        for wanted in unit:
+            environment, steps = next(rows)
+            assert environment == wanted
+            encoded = (
+                codec.encode(
+                    steps,
+                    null_reward=self.settings.null_reward,
+                    max_sample_bytes=self.settings.max_sample_bytes,
+                )
+                if steps
+                else None
+            )
+            if encoded is None:
+                into.incomplete.append(environment)
+                whole = False
+            elif isinstance(encoded, Note):
+                into.notes.append((encoded, _group_of(steps[0])))
+                whole = False
+            else:
+                samples += encoded
+        return samples if whole else None
+
+    def _publish(self, collected: Collected, source: Source, now: float) -> None:
+        seq = self.numbers.next()
+        name, data = codec.build_batch(seq, collected.samples)
+        try:
+            publish(self.run, self.lock, name, data)
+        except SpoolWriteError as error:
+            if not error.state_unknown:
+                self.numbers.put_back(seq)
+            raise
+        env_ids = {sample.environment: sample.env_id for sample in collected.samples}
+        environments = tuple(sorted(env_ids))
+        entry = Entry(environments, env_ids[environments[-1]])
+        self.inventory.published(name, entry, collected.size_bytes)
+        counts = self.counts
+        counts.batches += 1
+        counts.samples += len(collected.samples)
+        counts.environments += len(environments)
+        counts.size_bytes += collected.size_bytes
+        counts.last_published = self._wall()
+        fields = {
+            "batch": name.id,
+            "environments": len(environments),
+            "samples": len(collected.samples),
+            "bytes": collected.size_bytes,
+        }
+        log.info("published", extra={"fields": fields})
+        late = self.plan.published(environments, now)
+        self._drop_missing_row_notes(environments)
+        for environment in late:
+            self.note_late(environment, source.job, now)
+
+    def note_late(self, environment: int, job: str, now: float) -> None:
+        """Set an environment aside that completed after its group was delivered."""
+        what = "completed after its group was delivered"
+        note = Note(environment=environment, env_id="", reason="late", what=what, policy=True)
+        self.note(note, job, now)
+
+    def _drop_missing_row_notes(self, environments: Sequence[int]) -> None:
+        notes = self.inventory.missing_row_notes
+        for environment in environments:
+            file_name = notes.get(environment)
+            if file_name is not None:
+                remove_note(self.run, file_name)
+                self.inventory.unnoted(file_name, environment)
+                fields = {"environment": environment, "note": file_name}
+                log.info("missing row turned up", extra={"fields": fields})
+
+
+def _group_of(row: StepRow) -> str:
+    group = row.group_id
+    return group.decode(errors="replace") if isinstance(group, bytes) else ""

@@ -1,0 +1,166 @@
+"""The source as the loop sees it: opened when it is there, looked at when something changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from spoold.config import Settings
+from spoold.daemon.conditions import Conditions
+from spoold.errors import SourceUnavailable
+from spoold.layout import RunDir
+from spoold.model import Look
+from spoold.policy import Backoff
+from spoold.sources import Source, open_source
+from spoold.spool import setup
+from spoold.spool.inventory import Inventory
+
+__all__ = ["Looking"]
+
+log = logging.getLogger("spoold.daemon")
+
+# A hint may come before the commit that it tells of is visible: look again after 1, 2, 4 … ms.
+FIRST_PEEK_SECONDS: Final = 0.001
+LAST_PEEK_SECONDS: Final = 0.128
+
+
+class Looking:
+    """Opens the source, makes sure it is the right one, and decides when to look how.
+
+    A look when something changed, at every hint and every `scan_seconds`; a reconcile at start,
+    every `rescan_seconds`, and when something delivered is to come again, a slice a step.
+    """
+
+    def __init__(self, settings: Settings, run: RunDir, conditions: Conditions) -> None:
+        self.settings = settings
+        self.run = run
+        self.source = self._new_source()
+        self.is_open = False
+        self._conditions = conditions
+        self._backoff = Backoff(first=0.5, longest=15.0)
+        self._reconcile: Iterator[Look] | None = None
+        self._reconcile_at = 0.0
+        self._look_at = 0.0
+        self._peek_seconds = 0.0
+
+    def _new_source(self) -> Source:
+        settings = self.settings
+        return open_source(
+            settings.db,
+            job=settings.job,
+            ready_when=settings.ready_when,
+            samples=settings.samples,
+        )
+
+    @property
+    def running(self) -> int:
+        """How many environments have step rows and are not complete."""
+        return self.source.running if self.is_open else 0
+
+    def hint(self) -> None:
+        """Take in a hint that the source changed."""
+        self._look_at = 0.0
+        self._peek_seconds = FIRST_PEEK_SECONDS
+
+    def due_at(self) -> float:
+        """Return when there is something to do; 0 while a reconcile is under way."""
+        if not self.is_open:
+            return self._backoff.until
+        return 0.0 if self._reconcile is not None else min(self._look_at, self._reconcile_at)
+
+    def open(self, inventory: Inventory, now: float) -> None:
+        """Open the source and tie the run directory to it.
+
+        Raises SourceUnavailable, SourceReplaced, and what is wrong for good: SourceSchemaError,
+        ConfigError (another job).
+        """
+        self.source.open()
+        self.is_open = True
+        setup.tie(self.run, job=self.source.job, url=self.source.url)
+        self._verify(inventory.remembered(), inventory)
+        self._backoff.succeeded()
+        self._conditions.end("source-unavailable", now=now)
+        fields = {
+            "url": self.source.url,
+            "job": self.source.job,
+            "ready_when": self.source.ready_when.value,
+        }
+        log.info("source open", extra={"fields": fields})
+        self._begin(inventory, now)
+
+    def close(self) -> None:
+        """Close the source; it is opened again when it is needed."""
+        self.is_open = False
+        self._reconcile = None
+        self.source.close()
+
+    def start_over(self) -> None:
+        """Forget all that was found: the source is not the one it was."""
+        self.close()
+        self.source = self._new_source()
+
+    def failed(self, error: SourceUnavailable, now: float) -> None:
+        """Note that the source is out of reach, and pause."""
+        self.close()
+        pause = self._backoff.failed(now)
+        self._conditions.begin("source-unavailable", error.message, error.hint, now=now)
+        log.debug("source failed", extra={"fields": {"error": str(error), "pause": pause}})
+
+    def looks(self, inventory: Inventory, now: float) -> Iterator[Look]:
+        """Yield what is new: of a look, if one is due, and of one slice of a reconcile.
+
+        Raises SourceUnavailable, and SourceReplaced when the rows are not those of before.
+        """
+        if not self.is_open:
+            if now < self._backoff.until:
+                return
+            self.open(inventory, now)
+        if now >= self._look_at:
+            yield from self._look(inventory, now)
+        if self._reconcile is None and (now >= self._reconcile_at or inventory.undelivered):
+            self._verify(inventory.remembered(), inventory)
+            self._begin(inventory, now)
+        if self._reconcile is not None:
+            look = next(self._reconcile, None)
+            if look is None:
+                self._reconcile = None
+            else:
+                yield look
+
+    def all_looks(self, inventory: Inventory, now: float) -> Iterator[Look]:
+        """Yield everything: a whole reconcile, then a look."""
+        self.open(inventory, now)
+        if self._reconcile is not None:
+            yield from self._reconcile
+            self._reconcile = None
+        yield self.source.look(inventory.skip)
+
+    def _look(self, inventory: Inventory, now: float) -> Iterator[Look]:
+        if self.source.moved():
+            log.warning("source file replaced", extra={"fields": {"url": self.source.url}})
+            self.close()
+            self.open(inventory, now)
+        if self.source.changed():
+            self._verify(inventory.latest(), inventory)
+            look = self.source.look(inventory.skip)
+            self._peek_seconds = 0.0
+            if look.went_back:
+                log.warning("source went back", extra={"fields": {"url": self.source.url}})
+                self._verify(inventory.remembered(), inventory)
+                self._begin(inventory, now)
+            else:
+                yield look
+        if 0.0 < self._peek_seconds <= LAST_PEEK_SECONDS:
+            self._look_at = now + self._peek_seconds
+            self._peek_seconds *= 2
+        else:
+            self._look_at = now + self.settings.scan_seconds
+
+    def _verify(self, remembered: Mapping[int, str], inventory: Inventory) -> None:
+        self.source.verify(remembered, inventory.highest_environment)
+
+    def _begin(self, inventory: Inventory, now: float) -> None:
+        inventory.undelivered = False
+        self._reconcile = self.source.reconcile(inventory.skip)
+        self._reconcile_at = now + self.settings.rescan_seconds

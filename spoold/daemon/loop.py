@@ -1,0 +1,408 @@
+"""The loop: look → plan → publish → settle → wait.
+
+One thread. `Daemon.step` does what is due and returns when something will be due again; between
+two steps the process waits for a hint, a signal or that time. Every decision is made in
+`spoold.policy`, every move in `spoold.spool`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from spoold import __version__, fs
+from spoold.config import Settings
+from spoold.daemon.conditions import Conditions
+from spoold.daemon.delivery import BAD_ROWS, Delivery
+from spoold.daemon.looking import Looking
+from spoold.daemon.requeue import Requeue
+from spoold.daemon.waiting import note_waiting, waiting_groups
+from spoold.errors import (
+    SourceReplaced,
+    SourceUnavailable,
+    SpoolHeld,
+    SpoolWriteError,
+)
+from spoold.layout import RunDir
+from spoold.model import Look, Note, OnReplaced
+from spoold.policy import Backoff, GroupPlan, Overdue, Plan, pressure
+from spoold.spool import setup, statusfile
+from spoold.spool.inventory import MISSING_ROW, Inventory
+from spoold.spool.publish import Numbers
+from spoold.spool.retire import finish_retirement, retire
+
+__all__ = ["Daemon"]
+
+log = logging.getLogger("spoold.daemon")
+
+UNSETTLED_SECONDS: Final = 0.06
+STATUS_SECONDS: Final = 1.0
+HOLD_CODES: Final = ("unreadable", "bad-rows", "backpressure", "disk-space", "write-failed")
+
+
+class Daemon:
+    """One run directory, one job, one source. Owns the lock from `start` to `stop`."""
+
+    def __init__(
+        self, settings: Settings, *, clock: Callable[[], float], wall: Callable[[], float]
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.wall = wall
+        self.conditions = Conditions(wall)
+        self._refresh_at = 0.0
+        self._write_backoff = Backoff(first=0.25, longest=10.0)
+        self._overdue = Overdue(seconds=settings.missing_row_seconds)
+        self._started = wall()
+        self._status_at = 0.0
+        self._status: statusfile.Status | None = None
+        self._status_is_old = False
+        self._host = socket.gethostname()
+
+    # --- from start to stop ----------------------------------------------------------------------
+
+    def start(self, lock: fs.Lock, run: RunDir) -> None:
+        """Read the run directory: from here on its state is known."""
+        settings = self.settings
+        self.run = run
+        self.looking = Looking(settings, run, self.conditions)
+        retired = finish_retirement(run)
+        if retired is not None:
+            log.warning("retirement finished", extra={"fields": {"folder": retired}})
+        setup.clean_tmp(run)
+        setup.probe(run)
+        setup.read_source(run)
+        self.inventory = Inventory(run)
+        self.inventory.load()
+        self._requeue = Requeue(
+            run,
+            requeue_seconds=settings.requeue_seconds,
+            max_attempts=settings.max_attempts,
+        )
+        self.numbers = Numbers(run)
+        self.numbers.load(self.inventory.highest_seq)
+        self.delivery = Delivery(
+            run=run,
+            lock=lock,
+            inventory=self.inventory,
+            numbers=self.numbers,
+            plan=self._new_plan(),
+            settings=settings,
+            wall=self.wall,
+        )
+        fields = {
+            "run_dir": run.root,
+            "delivered": len(self.inventory.skip),
+            "pending": self.inventory.pending_batches,
+            "notes": self.inventory.note_count,
+        }
+        log.info("started", extra={"fields": fields})
+
+    def stop(self) -> None:
+        """Give back what is reserved and say so. Nothing is half done between two steps."""
+        self.looking.close()
+        try:
+            self.numbers.give_back()
+            self._write_status("stopped", self.clock(), force=True)
+        except SpoolWriteError as error:
+            log.warning("stopping", extra={"fields": {"failed": str(error)}})
+        counts = self.delivery.counts
+        fields = {"batches": counts.batches, "environments": counts.environments}
+        log.info("stopped", extra={"fields": fields})
+
+    def _new_plan(self) -> Plan | GroupPlan:
+        settings = self.settings
+        if not settings.group_size:
+            return Plan(batch_size=settings.batch_size, linger_seconds=settings.linger_seconds)
+        return GroupPlan(
+            group_size=settings.group_size,
+            batch_size=settings.batch_size,
+            linger_seconds=settings.linger_seconds,
+            timeout_seconds=settings.group_timeout_seconds,
+            partial=settings.partial_groups,
+        )
+
+    @property
+    def plan(self) -> Plan | GroupPlan:
+        """What is complete and not published yet."""
+        return self.delivery.plan
+
+    # --- one step --------------------------------------------------------------------------------
+
+    def hint(self, *, source: bool, spool: bool) -> None:
+        """Take in a hint: what it is about is looked at in the next step."""
+        if source:
+            self.looking.hint()
+        if spool:
+            self._refresh_at = 0.0
+
+    def step(self) -> float:
+        """Do what is due. Returns the seconds after which something is due again, 0 for now."""
+        now = self.clock()
+        try:
+            self._step(now)
+            if now >= self._write_backoff.until:
+                self._write_backoff.succeeded()
+                self.conditions.end("write-failed", now=now)
+        except SpoolWriteError as error:
+            self._write_failed(error, now)
+        state = "held" if self._is_held() else "delivering" if len(self.plan) else "waiting"
+        self._write_status(state, now)
+        return self._pause(self.clock())
+
+    def _step(self, now: float) -> None:
+        if now >= self._refresh_at or self._is_unsettled():
+            self._refresh(now)
+        if now < self._write_backoff.until:
+            return
+        if not self._may_read(now):
+            return
+        self._look(now)
+        self._set_aside_overdue(now)
+        self._deliver(now)
+
+    def _write_failed(self, error: SpoolWriteError, now: float) -> None:
+        if error.state_unknown:
+            raise error
+        pause = self._write_backoff.failed(now)
+        self.conditions.begin("write-failed", error.message, error.hint, now=now)
+        log.debug("write failed", extra={"fields": {"error": str(error), "pause": pause}})
+
+    def _pause(self, now: float) -> float:
+        dues = [self._refresh_at]
+        if self._status_is_old:
+            dues.append(self._status_at)
+        if self._is_unsettled():
+            dues.append(now + UNSETTLED_SECONDS)
+        if now < self._write_backoff.until:
+            dues.append(self._write_backoff.until)
+        elif not self._is_held():
+            dues.append(now if self.inventory.undelivered else self.looking.due_at())
+            if self.looking.is_open and (due := self.plan.due_at()) is not None:
+                dues.append(due)
+            if (due := self._overdue.due_at()) is not None:
+                dues.append(due)
+        return max(0.0, min(dues) - now)
+
+    def _is_unsettled(self) -> bool:
+        # What cannot be read is tried again at every scan, not at once.
+        return self.inventory.unsettled and not self.inventory.unreadable
+
+    def _is_held(self) -> bool:
+        return self.conditions.holds(HOLD_CODES)
+
+    # --- the run directory -----------------------------------------------------------------------
+
+    def _refresh(self, now: float) -> None:
+        self._refresh_at = now + self.settings.scan_seconds
+        self.inventory.refresh(now=now)
+        if self._requeue.tend(self.inventory, now):
+            self.inventory.refresh(now=now)
+        self.inventory.merge()
+
+    def _may_read(self, now: float) -> bool:
+        """Whether anything may be published; the conditions say why not."""
+        inventory, settings = self.inventory, self.settings
+        if inventory.unreadable:
+            error = inventory.unreadable[0]
+            remedy = error.hint or "make it readable for this user, or move it away"
+            self.conditions.begin("unreadable", error.message, remedy, now=now)
+            return False
+        self.conditions.end("unreadable", now=now)
+        if self.delivery.counts.bad_in_a_row >= BAD_ROWS:
+            text = f"{BAD_ROWS} bad environments in a row, no good one between"
+            remedy = f"look at the newest notes in {self.run.rejected}, then restart spoold"
+            self.conditions.begin("bad-rows", text, remedy, now=now)
+            return False
+        over = pressure(
+            batches=inventory.pending_batches,
+            max_batches=settings.max_pending_batches,
+            size_bytes=inventory.pending_bytes,
+            max_bytes=settings.max_pending_bytes,
+            free_bytes=fs.free_bytes(self.run.root) if settings.min_free_bytes else 0,
+            min_free_bytes=settings.min_free_bytes,
+        )
+        if over is None:
+            self.conditions.end("backpressure", "disk-space", now=now)
+            return True
+        if over.code == "min_free_bytes":
+            text = f"{over.value} bytes are free on {self.run.root}, fewer than {over.mark}"
+            self.conditions.begin("disk-space", text, "free some space", now=now)
+        else:
+            text = f"{over.value} in pending/ reach {over.code} = {over.mark}"
+            remedy = "start a trainer, or raise the mark"
+            self.conditions.begin("backpressure", text, remedy, now=now)
+        return False
+
+    # --- looking ---------------------------------------------------------------------------------
+
+    def _look(self, now: float) -> None:
+        try:
+            for look in self.looking.looks(self.inventory, now):
+                self._take(look, now)
+        except SourceUnavailable as error:
+            self._source_failed(error, now)
+        except SourceReplaced as error:
+            self._retire(error, now)
+
+    def _source_failed(self, error: SourceUnavailable, now: float) -> None:
+        self.looking.failed(error, now)
+        self.delivery.forget()
+
+    def _retire(self, error: SourceReplaced, now: float) -> None:
+        """Begin anew with a source that was replaced, or end the daemon, as the setting says."""
+        if self.settings.on_replaced is OnReplaced.REFUSE:
+            raise error
+        folder = retire(self.run, self.looking.source.job, at=self.wall())
+        fields = {"what": error.message, "retired_to": folder}
+        log.warning("source replaced", extra={"fields": fields})
+        self.looking.start_over()
+        self.inventory = Inventory(self.run)
+        self.inventory.load()
+        self.delivery.inventory = self.inventory
+        self.delivery.plan = self._new_plan()
+        self.delivery.forget()
+        self._overdue = Overdue(seconds=self.settings.missing_row_seconds)
+        self._refresh_at = now
+
+    def _take(self, look: Look, now: float) -> None:
+        self.plan.drop(look.gone)
+        for environment in self.plan.offer(look.candidates, now):
+            self.delivery.note_late(environment, self.looking.source.job, now)
+        self._overdue.seen(look.missing, now)
+        self._overdue.drop([candidate.id for candidate in look.candidates])
+        for environment in look.late:
+            fields = {"environment": environment}
+            log.warning("new rows after delivery are not looked at", extra={"fields": fields})
+
+    def _set_aside_overdue(self, now: float) -> None:
+        overdue = [e for e in self._overdue.due(now) if e not in self.inventory.missing_row_notes]
+        self._overdue.drop(self._overdue.due(now))
+        for environment in overdue:
+            what = f"finished, and no usable row in {self.settings.missing_row_seconds:g} s"
+            note = Note(
+                environment=environment, env_id="", reason=MISSING_ROW, what=what, policy=True
+            )
+            self.delivery.note(note, self.looking.source.job, now)
+        for group in self.plan.expired(now):
+            for environment in list(group.complete):
+                what = f"its group {group.key} is not whole"
+                note = Note(
+                    environment=environment,
+                    env_id="",
+                    reason="partial-group",
+                    what=what,
+                    policy=True,
+                )
+                self.delivery.note(note, self.looking.source.job, now, group=group.key)
+
+    # --- delivering ------------------------------------------------------------------------------
+
+    def _deliver(self, now: float) -> None:
+        """Publish one batch, if one is due."""
+        units = self.plan.next_batch(now) if self.looking.is_open else ()
+        if not units:
+            return
+        try:
+            self.delivery.deliver(self.looking.source, units, now)
+        except SourceUnavailable as error:
+            self._source_failed(error, now)
+        self._overdue.drop([one for unit in units for one in unit if one in self.inventory.skip])
+
+    # --- once ------------------------------------------------------------------------------------
+
+    def once(self) -> None:
+        """Publish all that is deliverable now; raises what stopped it.
+
+        One reconcile and one look, without lingering; settles the ledger.
+        """
+        now = self.clock()
+        self._refresh(now)
+        try:
+            self._publish_all(now)
+        except SpoolWriteError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise SpoolHeld(error.message, hint=error.hint) from error
+            raise
+        finally:
+            self._refresh(self.clock())
+        self._say_what_waits()
+
+    def _publish_all(self, now: float) -> None:
+        try:
+            self._take_all(now)
+        except SourceReplaced as error:
+            self._retire(error, now)
+            self._take_all(now)
+        self._set_aside_overdue(now)
+        self._drain(now + self.settings.linger_seconds)
+
+    def _take_all(self, now: float) -> None:
+        for look in self.looking.all_looks(self.inventory, now):
+            self._take(look, now)
+            self._drain(now)
+
+    def _drain(self, now: float) -> None:
+        """Publish every batch that is due at `now`."""
+        while units := self.plan.next_batch(now):
+            if not self._may_read(now):
+                reason = self.conditions.reasons()[0]
+                raise SpoolHeld(reason.text, hint=reason.remedy)
+            self.delivery.deliver(self.looking.source, units, now)
+
+    def _say_what_waits(self) -> None:
+        fields = {
+            "running": self.looking.running,
+            "missing_rows": len(self._overdue),
+            "groups": sum(1 for _ in self.plan.waiting()),
+            "notes": self.inventory.note_count,
+            "delivered": len(self.inventory.skip),
+        }
+        log.info("done", extra={"fields": fields})
+
+    # --- status ----------------------------------------------------------------------------------
+
+    def _write_status(self, state: str, now: float, *, force: bool = False) -> None:
+        """Write status.json when something in it changed, at most once a second."""
+        report = self._report(state, now)
+        self._status_is_old = force or report != self._status
+        if not self._status_is_old or (now < self._status_at and not force):
+            return
+        self._status_is_old = False
+        self._status = report
+        self._status_at = now + STATUS_SECONDS
+        try:
+            statusfile.write(self.run, statusfile.stamped(report, self.wall()))
+        except (SpoolWriteError, OSError) as error:
+            log.debug("status not written", extra={"fields": {"error": str(error)}})
+
+    def _report(self, state: str, now: float) -> statusfile.Status:
+        source, running = self.looking.source, self.looking.running
+        note_waiting(self.conditions, self.plan, self._overdue, running, now)
+        return statusfile.Status(
+            version=__version__,
+            pid=os.getpid(),
+            host=self._host,
+            started=self._started,
+            updated=0.0,
+            job=source.job or self.settings.job or "",
+            url=source.url,
+            ready_when=source.ready_when.value,
+            state=state,
+            reasons=self.conditions.reasons(),
+            source=statusfile.SourceState(
+                running=running,
+                ready=len(self.plan),
+                missing_rows=len(self._overdue),
+                groups=waiting_groups(self.plan, self.settings.group_size, now, self.wall()),
+            ),
+            published=self.delivery.counts.published(),
+            delivered=len(self.inventory.skip),
+            rejected=statusfile.Rejected(
+                notes=self.inventory.note_count, latest=self.delivery.counts.latest_note
+            ),
+        )

@@ -1,0 +1,69 @@
+"""Batches of consumers that died go back to pending/.
+
+A consumer lives while it holds the lock in its folder; the kernel drops the lock when it dies,
+however it dies. When a lock has been free for `requeue_seconds` the daemon takes it, so that the
+consumer cannot start meanwhile, and moves what lies in the folder. Batches directly in inflight/
+are owned by nobody: only people move them.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from spoold import fs
+from spoold.layout import MAX_ATTEMPTS_FOLDER, BatchName, Place, RunDir, State
+from spoold.policy import Abandoned
+from spoold.spool.inventory import Inventory
+from spoold.spool.moves import Found, reject, requeue
+
+__all__ = ["Requeue"]
+
+log = logging.getLogger("spoold.daemon")
+
+
+class Requeue:
+    """Tends the folders of consumers that hold batches."""
+
+    def __init__(self, run: RunDir, *, requeue_seconds: float, max_attempts: int) -> None:
+        self.run = run
+        self.max_attempts = max_attempts
+        self.abandoned = Abandoned(seconds=requeue_seconds)
+
+    def tend(self, inventory: Inventory, now: float) -> int:
+        """Move what consumers hold that have been dead long enough. Returns how many moved."""
+        held = {
+            place.folder: names
+            for place, shelf in inventory.shelves.by_place.items()
+            if place.state is State.INFLIGHT and place.folder
+            if (names := [name for name in map(BatchName.parse, shelf.names) if name])
+        }
+        free = [name for name in held if not fs.lock_is_held(self.run.consumer_lock(name))]
+        return sum(self._move(name, held[name]) for name in self.abandoned.seen(free, now))
+
+    def _move(self, consumer: str, names: list[BatchName]) -> int:
+        lock = fs.Lock(self.run.consumer_lock(consumer))
+        try:
+            if not lock.acquire():
+                return 0
+        except FileNotFoundError:
+            return 0  # RACE: the folder was removed
+        moved = 0
+        try:
+            for name in sorted(names, key=lambda name: name.seq):
+                moved += self._move_one(Found(Place(State.INFLIGHT, consumer), name))
+        finally:
+            lock.release()
+        return moved
+
+    def _move_one(self, found: Found) -> bool:
+        fields = {"batch": found.name.id, "consumer": found.place.folder}
+        if self.max_attempts and found.name.attempt >= self.max_attempts:
+            if reject(self.run, found, MAX_ATTEMPTS_FOLDER) is None:
+                return False
+            log.warning("rejected", extra={"fields": fields | {"reason": "attempts"}})
+            return True
+        moved = requeue(self.run, found)
+        if moved is None:
+            return False
+        log.warning("requeued", extra={"fields": fields | {"try": moved.name.attempt}})
+        return True

@@ -1,0 +1,191 @@
+"""What the daemon last said of itself: `.spoold/status.json`.
+
+The daemon writes it when something in it changes, for `spoold status` and for consumers that wait.
+It is never an input of the daemon, and may be lost in a power cut: nothing is synced. Whoever reads
+it must live with an old one (`updated`), none, or one of another version; whether the daemon runs
+is told by its lock alone. Times are seconds since the epoch, `None` where there was none yet.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from types import UnionType
+from typing import Any, Final, get_args, get_origin, get_type_hints
+
+from spoold import fs
+from spoold.errors import SpoolWriteError
+from spoold.layout import RunDir
+
+__all__ = [
+    "FORMAT",
+    "SEVERE",
+    "LatestNote",
+    "Published",
+    "Reason",
+    "Rejected",
+    "SourceState",
+    "Status",
+    "WaitingGroup",
+    "read",
+    "stamped",
+    "write",
+]
+
+FORMAT: Final = 1
+
+SEVERE: Final = frozenset(
+    {"source-unavailable", "source-schema", "disk-space", "unreadable", "bad-rows", "write-failed"}
+)
+"""Codes of reasons for which a person should come. The others (backpressure, source-empty,
+waiting-for-environments, groups-incomplete, missing-rows, linger) belong to a healthy run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why something is not delivered now. `remedy` is what a person can do, "" for nothing."""
+
+    code: str
+    since: float
+    text: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingGroup:
+    """A group that is not whole: `have` of `want` members are complete, `missing` are not."""
+
+    group: str
+    have: int
+    want: int
+    missing: tuple[int, ...] = ()
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceState:
+    """What the last look found: running with step rows, complete and unpublished, without row."""
+
+    running: int = 0
+    ready: int = 0
+    missing_rows: int = 0
+    groups: tuple[WaitingGroup, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What this daemon has published since it started; `last` is when."""
+
+    batches: int = 0
+    samples: int = 0
+    environments: int = 0
+    bytes: int = 0
+    last: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatestNote:
+    """The newest note that this daemon wrote."""
+
+    environment: int
+    reason: str
+    file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """Notes that lie in rejected/, and the newest that this daemon wrote."""
+
+    notes: int = 0
+    latest: LatestNote | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """One report. `state` is delivering, waiting, held (a person should come) or stopped.
+
+    `delivered` counts environments, over the whole life of the run directory.
+    """
+
+    version: str
+    pid: int
+    host: str
+    started: float
+    updated: float
+    job: str
+    url: str
+    ready_when: str
+    state: str
+    reasons: tuple[Reason, ...] = ()
+    source: SourceState = field(default_factory=SourceState)
+    published: Published = field(default_factory=Published)
+    delivered: int = 0
+    rejected: Rejected = field(default_factory=Rejected)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as what JSON can hold, `format` first."""
+        return {"format": FORMAT, **asdict(self)}
+
+    def to_json(self) -> bytes:
+        """Return the bytes of status.json."""
+        return json.dumps(self.to_dict(), indent=1).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Status:
+        """Read the bytes of status.json back; keys that are not known are passed over.
+
+        Raises ValueError, with the reason, where they are no such report.
+        """
+        try:
+            facts = json.loads(data)
+            if facts["format"] > FORMAT:
+                raise ValueError(f"it has format {facts['format']}, of a newer spoold")
+            return cls(**_fields(cls, facts))
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError("it is no report of spoold") from error
+
+
+def _fields(kind: type, facts: Any) -> dict[str, Any]:
+    if not isinstance(facts, dict):
+        raise TypeError(kind)
+    hints = get_type_hints(kind)
+    return {name: _value(hint, facts[name]) for name, hint in hints.items() if name in facts}
+
+
+def _value(hint: Any, value: Any) -> Any:
+    """Return a JSON value as the declared type, or raise TypeError where it is another."""
+    if is_dataclass(hint):
+        assert isinstance(hint, type)
+        return hint(**_fields(hint, value))
+    if get_origin(hint) is tuple and isinstance(value, list):
+        return tuple(_value(get_args(hint)[0], each) for each in value)
+    if isinstance(hint, UnionType):
+        return None if value is None else _value(get_args(hint)[0], value)
+    if hint is float and type(value) in (int, float) and math.isfinite(value):
+        return value
+    if hint in (int, str) and type(value) is hint:
+        return value
+    raise TypeError(value)
+
+
+def stamped(status: Status, at: float) -> Status:
+    """Return a report with the time at which it is written."""
+    return replace(status, updated=at)
+
+
+def write(run: RunDir, status: Status) -> None:
+    """Replace status.json; whoever reads sees the old report or the new one. Not durable."""
+    fs.put(run.status_json, status.to_json(), tmp_dir=run.tmp, durable=False)
+
+
+def read(run: RunDir) -> tuple[Status | None, str]:
+    """Return the last report, or None and why there is none ("" where none was written yet)."""
+    try:
+        return Status.from_json(fs.read(run.status_json)), ""
+    except FileNotFoundError:
+        return None, ""
+    except ValueError as error:
+        return None, f"{run.status_json} cannot be used: {error}"
+    except SpoolWriteError as error:
+        return None, str(error)
