@@ -35,7 +35,7 @@ from spoold.errors import (
 from spoold.model import Candidate, Look, ReadyWhen, Samples, StepRow
 from spoold.sources.sqlite_open import Database, FileId, connect, file_id
 from spoold.sources.sqlite_rows import MAX_TRANSACTION_SECONDS, RowReader
-from spoold.sources.sqlite_schema import Schema, marked, read_schema
+from spoold.sources.sqlite_schema import Schema, read_schema
 from spoold.sources.watched import Found, Watched
 
 __all__ = ["SqliteSource"]
@@ -309,15 +309,13 @@ class SqliteSource:
             cursor.close()
         return upto, rows
 
-    def _finished_among(self, ids: Sequence[int]) -> list[Candidate]:
+    def _finished_among(self, ids: list[int]) -> list[Candidate]:
         if not ids:
             return []
-        candidates = []
         with self._transaction() as (connection, schema):
-            for query, values in marked(schema.finished_among, ids):
-                rows = connection.execute(query, {**values, "job": self.job})
-                candidates += [Candidate(environment, _group(group)) for environment, group in rows]
-        return candidates
+            values = {"ids": str(ids), "job": self.job}
+            rows = connection.execute(schema.finished_among, values)
+            return [Candidate(environment, _group(group)) for environment, group in rows]
 
     def reconcile(self, skip: BitMap64) -> Iterator[Look]:
         """Look at every environment that is not in `skip`, in slices of 20,000 ids."""
@@ -377,12 +375,10 @@ class SqliteSource:
         """Return the environments of a slice that have rows or are finished, and its end."""
         left = end - first - skip.range_cardinality(first, end)
         job = {"job": self.job}
-        rows: list[tuple[Any, ...]] = []
         with self._transaction() as (connection, schema):
             if left <= _FEW:
                 ids = list(BitMap64(range(first, end)) - skip)
-                for query, values in marked(schema.in_set, ids):
-                    rows += connection.execute(query, {**values, **job}).fetchall()
+                rows = connection.execute(schema.among, {"ids": str(ids), **job}).fetchall()
                 return rows, end
             values = {"first": first, "end": end}
             rows = connection.execute(schema.in_range, {**values, **job}).fetchall()
@@ -392,7 +388,7 @@ class SqliteSource:
             (following,) = connection.execute(schema.next_environment, (end,)).fetchone()
         return rows, end if following is None else max(end, following)
 
-    def _ended_among(self, ids: Sequence[int]) -> BitMap64:
+    def _ended_among(self, ids: list[int]) -> BitMap64:
         """Return which of `ids` have a row whose flags say that the session has ended.
 
         Flags lie behind the messages of a row: this reads all of a session that has not.
@@ -402,8 +398,8 @@ class SqliteSource:
         while at < len(ids):
             began = time.monotonic()
             with self._transaction() as (connection, schema):
-                query, values = next(marked(schema.ended_among, ids[at : at + _FEW]))
-                cursor = connection.execute(query, {**values, "job": self.job})
+                values = {"ids": str(ids[at : at + _FEW]), "job": self.job}
+                cursor = connection.execute(schema.ended_among, values)
                 for environment, has_ended in cursor:
                     if has_ended:
                         ended.add(environment)
@@ -447,8 +443,7 @@ class SqliteSource:
                     f"{self._path} has no environments yet", hint="spoold waits for them"
                 )
             found: dict[int, bytes] = {}
-            for query, values in marked(schema.env_ids, sorted(remembered)) if remembered else ():
-                found.update(connection.execute(query, values))
+            found.update(connection.execute(schema.env_ids, {"ids": str(sorted(remembered))}))
         if schema.has_sequence and heights.environments_given < highest:
             raise SourceReplaced(
                 f"{self._path} has given ids up to {heights.environments_given}, and environment "

@@ -1,6 +1,6 @@
 """The rows of environments, in batches of a few megabytes, each read in one short transaction.
 
-One SELECT names the top row of every session by primary key. Mostly that row is the one: completed,
+One SELECT reads the top row of every session by primary key. Mostly that is the row: completed,
 and a turn of the model. Only where it is not is the session walked down, row by row.
 """
 
@@ -15,12 +15,13 @@ from typing import Any, Final
 
 from spoold.codec import choose, is_trajectory, samples_of
 from spoold.model import Samples, StepRow
-from spoold.sources.sqlite_schema import MAX_MARKS, Schema, marked
+from spoold.sources.sqlite_schema import Schema
 
 __all__ = ["MAX_TRANSACTION_SECONDS", "RowReader"]
 
 MAX_TRANSACTION_SECONDS: Final = 0.25
 _MAX_BYTES: Final = 8 << 20
+_AT_ONCE: Final = 256
 
 Transaction = Callable[[], AbstractContextManager[tuple[sqlite3.Connection, Schema]]]
 
@@ -62,7 +63,6 @@ class RowReader:
         self._own_jobs = (None, b"", job.encode())
         self._needs_finished = needs_finished
         self._all_steps = samples is Samples.STEPS
-        self._average_bytes = 64 << 10
 
     def read(
         self, ids: Sequence[int], unusable: Callable[[int, bool], None]
@@ -73,7 +73,7 @@ class RowReader:
         """
         at = 0
         while at < len(ids):
-            sessions = self._gather(ids[at : at + 4 * MAX_MARKS])
+            sessions = self._gather(ids[at : at + 8 * _AT_ONCE])
             sessions.reverse()
             while sessions:
                 session = sessions.pop()
@@ -101,76 +101,67 @@ class RowReader:
         began = time.monotonic()
         with self._transaction() as (connection, schema):
             while len(sessions) < len(ids) and room > 0:
-                count = max(1, min(256, room // self._average_bytes))
-                part = ids[len(sessions) : len(sessions) + count]
-                found, size = self._read_part(connection, schema, part, room)
-                sessions += found
-                room -= size
+                part = ids[len(sessions) : len(sessions) + _AT_ONCE]
+                room = self._read_part(connection, schema, part, room, sessions)
                 if time.monotonic() - began > MAX_TRANSACTION_SECONDS:
                     break
         return sessions
 
     def _read_part(
-        self, connection: sqlite3.Connection, schema: Schema, ids: Sequence[int], room: int
-    ) -> tuple[list[_Session], int]:
-        """Return what fits into `room` bytes, at least one session, and its size.
-
-        Rows come in the order of their own ids, so where they don't fit what was read may have
-        gaps: then only what lies before the first gap counts, or the first session alone is read.
-        """
+        self,
+        connection: sqlite3.Connection,
+        schema: Schema,
+        ids: Sequence[int],
+        room: int,
+        sessions: list[_Session],
+    ) -> int:
+        """Add as many of `ids` as fit into `room` bytes, at least one; returns what is left."""
         environments = self._environments(connection, schema, ids)
-        owners = self._row_owners(connection, schema, environments)
-        rows: dict[int, list[StepRow]] = {}
-        size = 0
-        is_whole = True
-        for query, values in marked(schema.rows, sorted(owners)):
-            cursor = connection.execute(query, values)
-            for row in cursor:
-                environment = environments[owners[row[1]]]
-                size += len(row[5] or b"") + len(row[6] or b"") + 512
-                if size > room and len(ids) > 1:
-                    is_whole = False
-                    break
-                rows.setdefault(environment.id, []).extend(self._own(environment, row))
-            cursor.close()
-            if not is_whole:
+        pks = self._row_ids(connection, schema, environments)
+        wanted = [pk for one in ids for pk in pks.get(one, ())]
+        cursor = connection.execute(schema.rows, {"ids": str(wanted)})
+        row = cursor.fetchone()
+        for one in ids:
+            environment = environments.get(one)
+            rows: list[StepRow] = []
+            # Rows come in the order of `wanted`; one that is gone is left out.
+            own = pks.get(one, ())
+            while row is not None and row[1] in own:
+                assert environment is not None
+                room -= len(row[5] or b"") + len(row[6] or b"")
+                rows += self._own(environment, row)
+                row = cursor.fetchone() if room > 0 or len(own) > 1 else None
+            sessions.append(self._session(environment, rows))
+            if room <= 0:
                 break
-        self._average_bytes = max(1024, size // max(1, len(rows)))
-        if not is_whole:
-            return self._read_part(connection, schema, ids[: self._fitting(ids)], room)
-        return [self._session(environments.get(one), rows.get(one, [])) for one in ids], size
-
-    def _fitting(self, ids: Sequence[int]) -> int:
-        """Return how many to try where `ids` were too many."""
-        return max(1, min(len(ids) // 2, _MAX_BYTES // (2 * self._average_bytes)))
+        # A cursor that is not at its end keeps the transaction alive.
+        cursor.close()
+        return room
 
     def _environments(
         self, connection: sqlite3.Connection, schema: Schema, ids: Sequence[int]
     ) -> dict[int, _Environment]:
         """Return those of `ids` that pass the gate now."""
         found = {}
-        for query, values in marked(schema.environments, ids):
-            for row in connection.execute(query, {**values, "job": self._job}):
-                environment = _Environment(*row)
-                if environment.is_finished or not self._needs_finished:
-                    found[environment.id] = environment
+        values = {"ids": str(list(ids)), "job": self._job}
+        for row in connection.execute(schema.environments, values):
+            environment = _Environment(*row)
+            if environment.is_finished or not self._needs_finished:
+                found[environment.id] = environment
         return found
 
-    def _row_owners(
-        self,
-        connection: sqlite3.Connection,
-        schema: Schema,
-        environments: dict[int, _Environment],
-    ) -> dict[int, int]:
-        """Return the ids of the rows to read, each with its environment's."""
+    def _row_ids(
+        self, connection: sqlite3.Connection, schema: Schema, environments: dict[int, _Environment]
+    ) -> dict[int, Sequence[int]]:
+        """Return the ids of the rows to read, for each environment that has any."""
         if not self._all_steps:
-            return {e.top: e.id for e in environments.values() if e.top is not None}
-        owners: dict[int, int] = {}
-        for query, values in marked(schema.step_ids, list(environments)) if environments else ():
-            owners.update(
-                (pk, environment) for environment, pk in connection.execute(query, values)
-            )
-        return owners
+            return {e.id: (e.top,) for e in environments.values() if e.top is not None}
+        found: dict[int, list[int]] = {}
+        for environment, pk in connection.execute(
+            schema.step_ids, {"ids": str(list(environments))}
+        ):
+            found.setdefault(environment, []).append(pk)
+        return {one: sorted(pks) for one, pks in found.items()}
 
     def _own(self, environment: _Environment, row: tuple[Any, ...]) -> Iterator[StepRow]:
         """Yield the row where it belongs to the job and is a turn of the model."""
@@ -214,7 +205,7 @@ class RowReader:
         if pk is None:
             return ()
         with self._transaction() as (connection, schema):
-            rows = self._some_rows(connection, schema.rows, environment, [pk])
+            rows = self._one_row(connection, schema.rows, environment, pk)
         # RACE: it may have been changed since its head was read.
         chosen = choose(rows)
         return (chosen,) if chosen is not None else ()
@@ -232,7 +223,7 @@ class RowReader:
                 if left is None:
                     left = self._ids_of(connection, schema, environment)
                 while left and time.monotonic() - began < MAX_TRANSACTION_SECONDS:
-                    rows += self._some_rows(connection, schema.heads, environment, [left.pop()])
+                    rows += self._one_row(connection, schema.heads, environment, left.pop())
                     if rows and rows[-1].is_completed:
                         return rows[-1].pk
         chosen = choose(rows)
@@ -241,20 +232,11 @@ class RowReader:
     def _ids_of(
         self, connection: sqlite3.Connection, schema: Schema, environment: _Environment
     ) -> list[int]:
-        pairs: list[tuple[int, int]] = []
-        for query, values in marked(schema.step_ids, [environment.id]):
-            pairs += connection.execute(query, values).fetchall()
-        return sorted({pk for _, pk in pairs})
+        pairs = connection.execute(schema.step_ids, {"ids": str([environment.id])})
+        return sorted(pk for _, pk in pairs)
 
-    def _some_rows(
-        self,
-        connection: sqlite3.Connection,
-        query: str,
-        environment: _Environment,
-        pks: Sequence[int],
+    def _one_row(
+        self, connection: sqlite3.Connection, query: str, environment: _Environment, pk: int
     ) -> list[StepRow]:
-        found: list[StepRow] = []
-        for part, values in marked(query, pks):
-            for row in connection.execute(part, values).fetchall():
-                found += self._own(environment, row)
-        return found
+        row = connection.execute(query, {"ids": str([pk])}).fetchone()
+        return [] if row is None else list(self._own(environment, row))

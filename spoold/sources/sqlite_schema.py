@@ -2,8 +2,9 @@
 
 The planner is held to primary keys and to session_id: CROSS JOIN fixes the order of tables, unary
 + keeps a condition from choosing an index. Left alone it starts at the index on job_id and walks
-over all that was ever registered. The indexes of the UNIQUE constraints are always there, those
-that the writer adds may not be.
+over all that was ever registered, and after an ANALYZE of a young database it walks over the whole
+table for a long `IN (…)`. So ids come in as one JSON array, and rows come out in its order. The
+indexes of the UNIQUE constraints are always there, those that the writer adds may not be.
 
 In a row the flags lie behind megabytes of messages, so they are asked for last, and of few rows.
 """
@@ -11,13 +12,12 @@ In a row the flags lie behind megabytes of messages, so they are asked for last,
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from spoold.errors import SourceSchemaError, SourceUnavailable
 
-__all__ = ["MAX_MARKS", "Schema", "marked", "read_schema"]
+__all__ = ["Schema", "read_schema"]
 
 _ENVIRONMENTS: Final = "job_environments"
 _STEPS: Final = "session_steps"
@@ -47,13 +47,11 @@ _STEP_COLUMNS: Final = (
 )
 _META_COLUMNS: Final = ("meta_json", "env_state")
 
-# How many ids one statement names at most; older builds of SQLite allow 999.
-MAX_MARKS: Final = 512
-
 _PARTS: Final = {
     "{own}": "(+s.job_id = :job OR +s.job_id IS NULL OR +s.job_id = '')",
     "{ended}": "(s.is_session_completed <> 0 OR s.is_terminal <> 0 OR s.is_truncated <> 0)",
     "{top}": "(SELECT max(+t.id) FROM session_steps AS t WHERE t.session_id = e.env_id)",
+    "{wanted}": "json_each(:ids) AS w CROSS JOIN job_environments AS e ON e.id = w.value",
     "{has_rows}": "EXISTS (SELECT 1 FROM session_steps AS s WHERE s.session_id = e.env_id)",
 }
 
@@ -70,7 +68,7 @@ class Schema:
     """What one generation of the writer calls its columns, and the queries for it.
 
     `version` is PRAGMA schema_version: when it changes the tables may have been rebuilt. Parameters
-    are named; `{ids}` in a query stands for marks that `marked` fills in.
+    are named; `:ids` is a JSON array of integers.
     """
 
     version: int
@@ -88,7 +86,7 @@ class Schema:
     sequences = (
         "SELECT name, seq FROM sqlite_sequence WHERE name IN ('job_environments', 'session_steps')"
     )
-    env_ids = "SELECT e.id, e.env_id FROM job_environments AS e WHERE e.id IN ({ids})"
+    env_ids = _sql("SELECT e.id, e.env_id FROM {wanted}")
 
     new_rows = _sql("""
         SELECT s.id, e.id, e.group_id, e.is_deleted = 0, 0
@@ -96,31 +94,31 @@ class Schema:
         WHERE s.id > :above AND s.id <= :upto AND {own} AND +e.job_id = :job
         ORDER BY s.id""")
     new_rows_flagged = _sql(new_rows.replace("= 0, 0", "= 0, {ended}"))
-    finished_among = """
-        SELECT e.id, e.group_id FROM job_environments AS e
-        WHERE e.id IN ({ids}) AND e.finished = 1 AND +e.is_deleted = 0 AND +e.job_id = :job"""
+    finished_among = _sql("""
+        SELECT e.id, e.group_id FROM {wanted}
+        WHERE e.finished = 1 AND +e.is_deleted = 0 AND +e.job_id = :job""")
 
     next_environment = "SELECT min(e.id) FROM job_environments AS e WHERE e.id >= ?"
     in_range = _sql("""
         SELECT e.id, e.group_id, e.finished = 1, {has_rows} FROM job_environments AS e
         WHERE e.id >= :first AND e.id < :end AND +e.is_deleted = 0 AND +e.job_id = :job
         AND (e.finished = 1 OR {has_rows})""")
-    in_set = in_range.replace("e.id >= :first AND e.id < :end", "e.id IN ({ids})")
+    among = _sql("""
+        SELECT e.id, e.group_id, e.finished = 1, {has_rows} FROM {wanted}
+        WHERE +e.is_deleted = 0 AND +e.job_id = :job AND (e.finished = 1 OR {has_rows})""")
     # The top row first: of a session that has ended it mostly is the end.
     ended_among = _sql("""
         SELECT e.id, CASE
             WHEN (SELECT {ended} AND {own} FROM session_steps AS s WHERE s.id = {top}) THEN 1
             ELSE EXISTS (SELECT 1 FROM session_steps AS s
                          WHERE s.session_id = e.env_id AND {ended} AND {own}) END
-        FROM job_environments AS e WHERE e.id IN ({ids}) ORDER BY e.id""")
+        FROM {wanted}""")
 
     environments = _sql("""
         SELECT e.id, e.env_id, e.group_id, e.job_id, e.env_name, e.finished = 1, {top}
-        FROM job_environments AS e
-        WHERE e.id IN ({ids}) AND +e.is_deleted = 0 AND +e.job_id = :job""")
-    step_ids = """
-        SELECT e.id, s.id FROM job_environments AS e
-        CROSS JOIN session_steps AS s ON s.session_id = e.env_id WHERE e.id IN ({ids})"""
+        FROM {wanted} WHERE +e.is_deleted = 0 AND +e.job_id = :job""")
+    step_ids = _sql("""
+        SELECT e.id, s.id FROM {wanted} CROSS JOIN session_steps AS s ON s.session_id = e.env_id""")
 
     @property
     def rows(self) -> str:
@@ -140,7 +138,7 @@ _ROWS: Final = """
     SELECT s.job_id, s.id, s.session_id, s.step_id, s.llm_model, s.messages, s.response,
         s.step_reward, s.reward, {meta}, s.is_terminal <> 0, s.is_truncated <> 0,
         s.is_session_completed <> 0, s.created_at
-    FROM session_steps AS s WHERE s.id IN ({ids}) ORDER BY s.id"""
+    FROM json_each(:ids) AS w CROSS JOIN session_steps AS s ON s.id = w.value"""
 
 
 def read_schema(connection: sqlite3.Connection, path: str) -> Schema:
@@ -193,23 +191,3 @@ def _columns(connection: sqlite3.Connection, table: str) -> dict[str, bool]:
 
 def _has_tables(connection: sqlite3.Connection) -> bool:
     return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
-
-
-def marked(query: str, ids: Sequence[int]) -> Iterator[tuple[str, dict[str, int]]]:
-    """Return the query with parameters for `ids`, in as many parts as it takes.
-
-    There are few lengths, so that the statements stay prepared; the last id fills them up.
-    """
-    for at in range(0, len(ids), MAX_MARKS):
-        part = ids[at : at + MAX_MARKS]
-        length = min(MAX_MARKS, max(8, 1 << (len(part) - 1).bit_length()))
-        names = _NAMES[:length]
-        values = dict(zip(names, part, strict=False))
-        values.update(dict.fromkeys(names[len(part) :], part[-1]))
-        yield query.format(ids=_MARKS[length]), values
-
-
-_NAMES: Final = tuple(f"i{number}" for number in range(MAX_MARKS))
-_MARKS: Final = {
-    1 << power: ", ".join(f":{name}" for name in _NAMES[: 1 << power]) for power in range(3, 10)
-}
