@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final
+from typing import Final, TypeAlias
 
 from pyroaring import BitMap64
 
@@ -23,8 +23,12 @@ __all__ = [
     "Overdue",
     "Plan",
     "Pressure",
+    "Unit",
     "pressure",
 ]
+
+Unit: TypeAlias = tuple[int, ...]
+"""Environments that are delivered together or not at all: one, or the members of a group."""
 
 PASS_SECONDS: Final = 0.05
 MANY_PASSES: Final = 10
@@ -52,17 +56,28 @@ class Plan:
         return ()
 
     def drop(self, environments: Iterable[int]) -> None:
-        """Forget environments: published, set aside, or not complete after all."""
+        """Forget environments: set aside, or not complete after all."""
         for environment in environments:
             self.ready.discard(environment)
         if not self.ready:
             self._since = None
 
-    def published(self, environments: Iterable[int], now: float) -> tuple[int, ...]:
-        """Forget what is in a batch now; what is left begins to linger anew."""
-        self.drop(environments)
+    def take(self, units: Iterable[Unit], now: float) -> None:
+        """Take out what is being written to a batch; what is left begins to linger anew."""
+        for unit in units:
+            self.drop(unit)
         if self.ready:
             self._since = now
+
+    def restore(self, units: Iterable[Unit], now: float) -> None:
+        """Put back what was taken: it could not be written."""
+        for unit in units:
+            self.ready.update(unit)
+        self._since = now
+
+    def published(self, units: Iterable[Unit]) -> tuple[int, ...]:
+        """Forget what was taken. Returns the members that are late by that: there are none."""
+        del units
         return ()
 
     def lose(self, environment: int, group: str, now: float) -> None:
@@ -87,12 +102,12 @@ class Plan:
             return self._since
         return self._since + self.linger_seconds
 
-    def next_batch(self, now: float) -> tuple[tuple[int, ...], ...]:
+    def next_batch(self, now: float) -> tuple[Unit, ...]:
         """Return the units of the batch that is due now, each the ids that must stay together."""
         due = self.due_at()
         if due is None or now < due:
             return ()
-        units: list[tuple[int, ...]] = []
+        units: list[Unit] = []
         for environment in self.ready:
             units.append((environment,))
             if len(units) == self.batch_size:
@@ -114,7 +129,7 @@ class Group:
     since: float
     complete: dict[int, None] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
-    unit: tuple[int, ...] = ()
+    unit: Unit = ()
 
 
 class GroupPlan:
@@ -142,7 +157,7 @@ class GroupPlan:
         self.closed: set[str] = set()
         self.open: dict[str, Group] = {}
         self._group_of: dict[int, str] = {}
-        self._whole: dict[tuple[int, ...], str] = {}
+        self._whole: dict[Unit, str] = {}
         self._since: float | None = None
 
     def close(self, group: str) -> None:
@@ -182,22 +197,30 @@ class GroupPlan:
         for environment in environments:
             self._forget(environment)
 
-    def published(self, environments: Iterable[int], now: float) -> tuple[int, ...]:
-        """Close the groups of what was published. Returns members that are late by that."""
-        delivered = set(environments)
+    def take(self, units: Iterable[Unit], now: float) -> None:
+        """Take out what is being written to a batch; what is left begins to linger anew."""
+        for unit in units:
+            self._whole.pop(unit, None)
+        self._since = now if self._whole else None
+
+    def restore(self, units: Iterable[Unit], now: float) -> None:
+        """Put back what was taken: it could not be written."""
+        for unit in units:
+            self._queue(unit, self._group_of.get(unit[0], ""), now)
+
+    def published(self, units: Iterable[Unit]) -> tuple[int, ...]:
+        """Close the groups of what was taken. Returns the members that are late by that."""
         late: list[int] = []
-        for environment in delivered:
-            key = self._group_of.pop(environment, "")
-            self._whole.pop((environment,), None)
+        for unit in units:
+            key = self._group_of.get(unit[0], "")
             group = self.open.pop(key, None) if key else None
-            if group is None:
-                continue
-            self.closed.add(key)
-            self._whole.pop(group.unit, None)
-            late += [one for one in group.complete if one not in delivered]
+            if group is not None:
+                self.closed.add(key)
+                late += [one for one in group.complete if one not in unit]
+            for environment in unit:
+                self._group_of.pop(environment, None)
         for environment in late:
             self._group_of.pop(environment, None)
-        self._since = now if self._whole else None
         return tuple(sorted(late))
 
     def expired(self, now: float) -> tuple[Group, ...]:
@@ -221,7 +244,7 @@ class GroupPlan:
             ]
         return min(dues, default=None)
 
-    def next_batch(self, now: float) -> tuple[tuple[int, ...], ...]:
+    def next_batch(self, now: float) -> tuple[Unit, ...]:
         """Return the units of the batch that is due now, each the ids that must stay together."""
         if self.partial is PartialGroups.DELIVER:
             for group in list(self.waiting()):
@@ -257,7 +280,7 @@ class GroupPlan:
         group.unit = tuple(sorted(islice(group.complete, self.group_size)))
         self._queue(group.unit, group.key, now)
 
-    def _queue(self, unit: tuple[int, ...], key: str, now: float) -> None:
+    def _queue(self, unit: Unit, key: str, now: float) -> None:
         self._whole[unit] = key
         if self._since is None:
             self._since = now

@@ -25,6 +25,11 @@ def group_plan(**changes: object) -> GroupPlan:
     return GroupPlan(**(settings | changes))  # type: ignore[arg-type]
 
 
+def publish(plan: Plan | GroupPlan, *units: tuple[int, ...], at: float = 0.0) -> tuple[int, ...]:
+    plan.take(units, at)
+    return plan.published(units)
+
+
 class TestPlan:
     def test_a_full_batch_is_due_at_once_lowest_ids_first(self) -> None:
         plan = Plan(batch_size=2, linger_seconds=5.0)
@@ -43,11 +48,19 @@ class TestPlan:
     def test_what_is_left_begins_to_linger_anew(self) -> None:
         plan = Plan(batch_size=2, linger_seconds=5.0)
         plan.offer(plain(1, 2, 3), 0.0)
-        plan.published((1, 2), 4.0)
+        publish(plan, (1,), (2,), at=4.0)
         assert plan.due_at() == 9.0
-        plan.published((3,), 9.0)
+        publish(plan, (3,), at=9.0)
         assert plan.due_at() is None
         assert plan.next_batch(100.0) == ()
+
+    def test_what_could_not_be_written_is_due_again(self) -> None:
+        plan = Plan(batch_size=2, linger_seconds=0.0)
+        plan.offer(plain(1, 2, 3), 0.0)
+        plan.take(((1,), (2,)), 1.0)
+        assert plan.next_batch(1.0) == ((3,),)
+        plan.restore(((1,), (2,)), 2.0)
+        assert plan.next_batch(2.0) == ((1,), (2,))
 
     def test_what_is_dropped_can_be_offered_again(self) -> None:
         plan = Plan(batch_size=2, linger_seconds=0.0)
@@ -63,7 +76,7 @@ class TestGroups:
         plan = group_plan(batch_size=1)
         plan.offer(members("a", 1, 2) + members("b", 5, 6, 7), 0.0)
         assert plan.next_batch(0.0) == ((5, 6, 7),)
-        plan.published((5, 6, 7), 0.0)
+        publish(plan, (5, 6, 7))
         assert plan.next_batch(50.0) == ()
         plan.offer(members("a", 9), 60.0)
         assert plan.next_batch(60.0) == ((1, 2, 9),)
@@ -80,13 +93,13 @@ class TestGroups:
         plan = group_plan()
         plan.offer(plain(1, 2), 0.0)
         assert plan.next_batch(0.0) == ((1,), (2,))
-        assert plan.published((1, 2), 0.0) == ()
+        assert publish(plan, (1,), (2,)) == ()
         assert len(plan) == 0
 
     def test_a_member_that_completes_after_its_group_was_delivered_is_late(self) -> None:
         plan = group_plan(batch_size=1)
         plan.offer(members("a", 1, 2, 3), 0.0)
-        plan.published((1, 2, 3), 0.0)
+        publish(plan, (1, 2, 3))
         assert plan.offer(members("a", 4), 1.0) == (4,)
 
     def test_of_more_members_than_the_group_size_the_first_to_complete_are_delivered(self) -> None:
@@ -94,7 +107,18 @@ class TestGroups:
         plan.offer(members("a", 9, 8), 0.0)
         plan.offer(members("a", 7, 1), 1.0)
         assert plan.next_batch(1.0) == ((7, 8, 9),)
-        assert plan.published((7, 8, 9), 1.0) == (1,)
+        assert publish(plan, (7, 8, 9)) == (1,)
+
+    def test_a_group_that_could_not_be_written_is_due_again_and_not_closed(self) -> None:
+        plan = group_plan(batch_size=1)
+        plan.offer(members("a", 1, 2, 3), 0.0)
+        plan.take(((1, 2, 3),), 0.0)
+        assert plan.next_batch(9.0) == ()
+        assert list(plan.waiting()) == []
+        plan.restore(((1, 2, 3),), 9.0)
+        assert plan.next_batch(9.0) == ((1, 2, 3),)
+        plan.offer(members("a", 4), 9.0)
+        assert publish(plan, (1, 2, 3)) == (4,)
 
     def test_a_group_stays_closed_after_a_restart(self) -> None:
         plan = group_plan()
@@ -130,7 +154,7 @@ class TestGroups:
         assert plan.next_batch(100.0) == ()
         assert plan.due_at() == 160.0
         assert plan.next_batch(160.0) == ((1, 2),)
-        plan.published((1, 2), 160.0)
+        publish(plan, (1, 2), at=160.0)
         assert plan.offer(members("a", 3), 161.0) == (3,)
 
     def test_reject_gives_the_members_up_after_the_timeout(self) -> None:

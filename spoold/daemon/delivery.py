@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
 from spoold import codec, fs
 from spoold.config import Settings
-from spoold.errors import SpoolWriteError
-from spoold.layout import RunDir
+from spoold.errors import SpooldError, SpoolWriteError
+from spoold.layout import BatchName, RunDir
 from spoold.ledger import Entry
 from spoold.model import Note, Sample, StepRow
-from spoold.policy import GroupPlan, Plan
+from spoold.policy import GroupPlan, Plan, Unit
 from spoold.sources import Source
 from spoold.spool.inventory import MISSING_ROW, Inventory
 from spoold.spool.notes import remove_note, write_note
@@ -25,7 +26,7 @@ __all__ = ["BAD_ROWS", "Counts", "Delivery"]
 log = logging.getLogger("spoold.daemon")
 
 BAD_ROWS: Final = 100
-Unit = tuple[int, ...]
+WRITE_AHEAD_BYTES: Final = 8 << 20
 
 
 @dataclass(slots=True)
@@ -62,8 +63,21 @@ class Collected:
     incomplete: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A batch that lies in pending/."""
+
+    name: BatchName
+    entry: Entry
+    size_bytes: int
+
+
 class Delivery:
-    """Publishes what the plan says is due. Holds the samples of one batch and of one unit more."""
+    """Publishes what the plan says is due.
+
+    While one batch is written and synced the next one is read: a helper thread does the system
+    calls of at most one batch of up to 8 MiB. Only the thread that calls changes what is known.
+    """
 
     def __init__(
         self,
@@ -86,24 +100,72 @@ class Delivery:
         self._wall = wall
         # What was read but did not fit into the last batch.
         self._carry: tuple[Unit, list[Sample]] | None = None
+        self._helper: ThreadPoolExecutor | None = None
+        self._writing: tuple[Future[Written], int, Collected] | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """How many batches are being written and are not counted as pending yet: 0 or 1."""
+        return int(self._writing is not None)
 
     def forget(self) -> None:
         """Forget what was read and not published: the source is not the same any more."""
         self._carry = None
 
-    def deliver(self, source: Source, units: Sequence[Unit], now: float) -> bool:
+    def deliver(self, source: Source, units: Sequence[Unit], now: float) -> None:
         """Publish one batch out of `units`, and note what cannot be delivered.
 
-        Returns whether a batch was published. When publishing fails everything stays to come.
+        The batch may still be being written when this returns, if another one is due: `finish`
+        waits for it. When publishing fails everything stays to come.
         """
         collected = self._collect(source, units)
+        self.finish(source.job, now)
         for note, group in collected.notes:
             self.note(note, source.job, now, group=group)
         self.plan.drop(collected.incomplete)
         if not collected.samples:
-            return False
-        self._publish(collected, source, now)
-        return True
+            return
+        self.plan.take(collected.units, now)
+        seq = self.numbers.next()
+        more = collected.size_bytes <= WRITE_AHEAD_BYTES and self.plan.next_batch(now)
+        if more:
+            if self._helper is None:
+                self._helper = ThreadPoolExecutor(1, thread_name_prefix="spoold-write")
+            future = self._helper.submit(self._write, seq, collected.samples)
+        else:
+            future = Future()
+            try:
+                future.set_result(self._write(seq, collected.samples))
+            except SpooldError as error:
+                future.set_exception(error)
+        collected.samples = []
+        self._writing = (future, seq, collected)
+        if not more:
+            self.finish(source.job, now)
+
+    def finish(self, job: str, now: float) -> None:
+        """Wait for the batch that is being written, and take it in.
+
+        Raises what its writing raised; its environments are to come again then.
+        """
+        if self._writing is None:
+            return
+        future, seq, collected = self._writing
+        try:
+            written = future.result()
+        except SpooldError as error:
+            self.plan.restore(collected.units, now)
+            if not (isinstance(error, SpoolWriteError) and error.state_unknown):
+                self.numbers.put_back(seq)
+            raise
+        finally:
+            self._writing = None
+        self._take_in(written, collected, job, now)
+
+    def close(self) -> None:
+        """End the helper thread. A batch that it is writing is whole when this returns."""
+        if self._helper is not None:
+            self._helper.shutdown()
 
     def note(self, note: Note, job: str, now: float, *, group: str = "") -> None:
         """Set an environment aside with a note."""
@@ -173,36 +235,32 @@ class Delivery:
                 samples += encoded
         return samples if whole else None
 
-    def _publish(self, collected: Collected, source: Source, now: float) -> None:
-        seq = self.numbers.next()
-        name, data = codec.build_batch(seq, collected.samples)
-        try:
-            publish(self.run, self.lock, name, data)
-        except SpoolWriteError as error:
-            if not error.state_unknown:
-                self.numbers.put_back(seq)
-            raise
-        env_ids = {sample.environment: sample.env_id for sample in collected.samples}
+    def _write(self, seq: int, samples: list[Sample]) -> Written:
+        """Make a batch and publish it. Runs in the helper thread: changes nothing that is known."""
+        name, data = codec.build_batch(seq, samples)
+        publish(self.run, self.lock, name, data)
+        env_ids = {sample.environment: sample.env_id for sample in samples}
         environments = tuple(sorted(env_ids))
-        entry = Entry(environments, env_ids[environments[-1]])
-        self.inventory.published(name, entry, collected.size_bytes)
-        counts = self.counts
+        return Written(name, Entry(environments, env_ids[environments[-1]]), len(data))
+
+    def _take_in(self, written: Written, collected: Collected, job: str, now: float) -> None:
+        name, entry, counts = written.name, written.entry, self.counts
+        self.inventory.published(name, entry, written.size_bytes)
         counts.batches += 1
-        counts.samples += len(collected.samples)
-        counts.environments += len(environments)
-        counts.size_bytes += collected.size_bytes
+        counts.samples += name.samples
+        counts.environments += len(entry.environments)
+        counts.size_bytes += written.size_bytes
         counts.last_published = self._wall()
         fields = {
             "batch": name.id,
-            "environments": len(environments),
-            "samples": len(collected.samples),
-            "bytes": collected.size_bytes,
+            "environments": len(entry.environments),
+            "samples": name.samples,
+            "bytes": written.size_bytes,
         }
         log.info("published", extra={"fields": fields})
-        late = self.plan.published(environments, now)
-        self._drop_missing_row_notes(environments)
-        for environment in late:
-            self.note_late(environment, source.job, now)
+        self._drop_missing_row_notes(entry.environments)
+        for environment in self.plan.published(collected.units):
+            self.note_late(environment, job, now)
 
     def note_late(self, environment: int, job: str, now: float) -> None:
         """Set an environment aside that completed after its group was delivered."""

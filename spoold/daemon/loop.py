@@ -96,7 +96,7 @@ class Daemon:
         )
         fields = {
             "run_dir": run.root,
-            "delivered": len(self.inventory.skip),
+            "delivered": self.inventory.delivered,
             "pending": self.inventory.pending_batches,
             "notes": self.inventory.note_count,
         }
@@ -106,6 +106,8 @@ class Daemon:
         """Give back what is reserved and say so. Nothing is half done between two steps."""
         self.looking.close()
         try:
+            self.delivery.finish(self.looking.source.job, self.clock())
+            self.delivery.close()
             self.numbers.give_back()
             self._write_status("stopped", self.clock(), force=True)
         except SpoolWriteError as error:
@@ -160,6 +162,7 @@ class Daemon:
         if now < self._write_backoff.until:
             return
         if not self._may_read(now):
+            self.delivery.finish(self.looking.source.job, now)
             return
         self._look(now)
         self._set_aside_overdue(now)
@@ -199,6 +202,7 @@ class Daemon:
 
     def _refresh(self, now: float) -> None:
         self._refresh_at = now + self.settings.scan_seconds
+        self.delivery.finish(self.looking.source.job, now)
         self.inventory.refresh(now=now)
         if self._requeue.tend(self.inventory, now):
             self.inventory.refresh(now=now)
@@ -219,7 +223,7 @@ class Daemon:
             self.conditions.begin("bad-rows", text, remedy, now=now)
             return False
         over = pressure(
-            batches=inventory.pending_batches,
+            batches=inventory.pending_batches + self.delivery.in_flight,
             max_batches=settings.max_pending_batches,
             size_bytes=inventory.pending_bytes,
             max_bytes=settings.max_pending_bytes,
@@ -306,12 +310,13 @@ class Daemon:
         """Publish one batch, if one is due."""
         units = self.plan.next_batch(now) if self.looking.is_open else ()
         if not units:
+            self.delivery.finish(self.looking.source.job, now)
             return
         try:
             self.delivery.deliver(self.looking.source, units, now)
         except SourceUnavailable as error:
             self._source_failed(error, now)
-        self._overdue.drop([one for unit in units for one in unit if one in self.inventory.skip])
+        self._overdue.drop([one for unit in units for one in unit])
 
     # --- once ------------------------------------------------------------------------------------
 
@@ -353,6 +358,7 @@ class Daemon:
                 reason = self.conditions.reasons()[0]
                 raise SpoolHeld(reason.text, hint=reason.remedy)
             self.delivery.deliver(self.looking.source, units, now)
+        self.delivery.finish(self.looking.source.job, now)
 
     def _say_what_waits(self) -> None:
         fields = {
@@ -360,7 +366,7 @@ class Daemon:
             "missing_rows": len(self._overdue),
             "groups": sum(1 for _ in self.plan.waiting()),
             "notes": self.inventory.note_count,
-            "delivered": len(self.inventory.skip),
+            "delivered": self.inventory.delivered,
         }
         log.info("done", extra={"fields": fields})
 
@@ -401,7 +407,7 @@ class Daemon:
                 groups=waiting_groups(self.plan, self.settings.group_size, now, self.wall()),
             ),
             published=self.delivery.counts.published(),
-            delivered=len(self.inventory.skip),
+            delivered=self.inventory.delivered,
             rejected=statusfile.Rejected(
                 notes=self.inventory.note_count, latest=self.delivery.counts.latest_note
             ),

@@ -57,7 +57,8 @@ class Held:
 class Inventory:
     """Where each batch lies, which environments are delivered, and which are set aside.
 
-    `skip` holds the environments that are delivered or set aside. `undelivered` becomes True when
+    `skip` holds the environments that are delivered or set aside, `set_aside` only those with a
+    note. `undelivered` becomes True when
     environments came out of it again (a batch was removed, a note was removed): then the source
     has to be reconciled; whoever acts on it sets it back.
     """
@@ -67,6 +68,7 @@ class Inventory:
         self.shelves = Shelves(run)
         self.ledger = Ledger()
         self.skip = BitMap64()
+        self.set_aside = BitMap64()
         self.missing_row_notes: dict[int, str] = {}
         self.unreadable: list[SpoolWriteError] = []
         self.undelivered = False
@@ -85,6 +87,11 @@ class Inventory:
     def unsettled(self) -> bool:
         """Whether something waits for another pass: a batch that moved, or seems to be missing."""
         return bool(self._todo or self._absent)
+
+    @property
+    def delivered(self) -> int:
+        """How many environments are delivered."""
+        return len(self.skip) - len(self.set_aside)
 
     @property
     def note_count(self) -> int:
@@ -162,6 +169,7 @@ class Inventory:
         if reason == MISSING_ROW:
             self.missing_row_notes[environment] = file_name
         else:
+            self.set_aside.add(environment)
             self.skip.add(environment)
 
     def unnoted(self, file_name: str, environment: int) -> None:
@@ -374,7 +382,8 @@ class Inventory:
             log.info("notes removed", extra={"fields": {"notes": len(removed)}})
             self._recount()
             return
-        self.skip.update(note.environment for note in notes if note.reason != MISSING_ROW)
+        self.set_aside = BitMap64([n.environment for n in notes if n.reason != MISSING_ROW])
+        self.skip |= self.set_aside
 
     def _report_unknown(self) -> None:
         unknown = self.shelves.unknown()
