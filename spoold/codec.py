@@ -200,11 +200,9 @@ def _sample(row: StepRow, reward: float, reward_source: str, max_sample_bytes: i
     truncated = row.is_truncated
     env_id = _text(row, "env_id", row.env_id)
     group_id = _text(row, "group_id", row.group_id)
-    line = orjson.dumps(
+    head = orjson.dumps({"uid": f"{env_id}:{row.pk}", "instance_id": group_id or env_id})
+    tail = orjson.dumps(
         {
-            "uid": f"{env_id}:{row.pk}",
-            "instance_id": group_id or env_id,
-            "messages": orjson.Fragment(_messages(row, max_sample_bytes)),
             "reward": reward,
             # Last, and `environment` first in it: environment_refs reads lines from their end.
             "extra_info": {
@@ -230,6 +228,9 @@ def _sample(row: StepRow, reward: float, reward_source: str, max_sample_bytes: i
         },
         option=orjson.OPT_APPEND_NEWLINE,
     )
+    # One copy of what may be megabytes, straight into the line.
+    messages = _messages(row, max_sample_bytes)
+    line = b"".join((head[:-1], b',"messages":', *messages, b",", tail[1:]))
     if len(line) > max_sample_bytes:
         raise _too_big(row, len(line), max_sample_bytes)
     return Sample(row.environment, env_id, row.pk, version, line)
@@ -277,8 +278,8 @@ def _timestamp(created_at: object) -> float:
         return 0.0
 
 
-def _messages(row: StepRow, max_sample_bytes: int) -> bytes:
-    """Return the JSON of the messages, on one line, with the assistant turn appended."""
+def _messages(row: StepRow, max_sample_bytes: int) -> tuple[bytes | memoryview, ...]:
+    """Return the JSON of the messages in pieces, on one line, with the assistant turn appended."""
     raw = row.messages
     if not isinstance(raw, bytes):
         raise _Unusable("bad-messages", "messages is no text", row, raw)
@@ -290,17 +291,15 @@ def _messages(row: StepRow, max_sample_bytes: int) -> bytes:
         raise _Unusable("bad-json", f"messages: {error.msg}", row, raw) from error
     if type(messages) is not list or not all(type(message) is dict for message in messages):
         raise _Unusable("bad-messages", "messages is not a list of objects", row, raw)
-    # Counting brackets is next to free, and text with so many of them rare.
-    if raw.count(b"[") + raw.count(b"{") > _MAX_DEPTH and _depth(messages) > _MAX_DEPTH:
+    if _is_too_deep(messages):
         raise _Unusable("bad-json", "messages: nested too deeply", row, raw)
     # In valid JSON a raw line break is white space: strings must escape theirs.
     if b"\n" in raw or b"\r" in raw:
         raw = raw.translate(None, b"\r\n")
     turn = _assistant_turn(row)
     if not turn:
-        return raw
-    head = raw.rstrip(_BLANK)[:-1]
-    return b"".join((head, b"," if messages else b"", turn, b"]"))
+        return (raw,)
+    return memoryview(raw.rstrip(_BLANK))[:-1], b"," if messages else b"", turn, b"]"
 
 
 def _assistant_turn(row: StepRow) -> bytes:
@@ -343,7 +342,7 @@ def _turn_of_object(row: StepRow, response: bytes) -> bytes | None:
     except ValueError as error:
         what = "response: not UTF-8, or a lone surrogate, NaN, infinity or endless number in it"
         raise _Unusable("bad-json", what, row, response) from error
-    if _depth(message) > _MAX_DEPTH:
+    if _is_too_deep(message):
         raise _Unusable("bad-json", "response: nested too deeply", row, response)
     return turn
 
@@ -375,12 +374,19 @@ def _needs_care(message: dict[str, Any]) -> bool:
     return True
 
 
-def _depth(value: object) -> int:
-    """Return how many levels of objects and lists there are. Does not recurse."""
-    depth, level = 0, [value]
-    while level := [child for value in level for child in _children(value)]:
-        depth += 1
-    return depth
+def _is_too_deep(value: dict[str, Any] | list[Any]) -> bool:
+    """Whether there are more levels of objects and lists than a reader can be asked to follow."""
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            child
+            for outer in level
+            for child in _children(outer)
+            if type(child) is dict or type(child) is list
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _children(value: Any) -> Iterable[Any]:

@@ -34,10 +34,23 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def rollouts(path: Path) -> Iterator[Rollouts]:
-    made = make_rollouts(path)
-    yield made
-    made.close()
+def rollouts(path: Path) -> Rollouts:
+    return made(path)
+
+
+OPEN: list[Rollouts | SqliteSource] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_all() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
+def made(path: Path, generation: str = "newest") -> Rollouts:
+    OPEN.append(rollouts := make_rollouts(path, generation))
+    return rollouts
 
 
 def opened(
@@ -51,6 +64,7 @@ def opened(
     source = SqliteSource(
         [str(path)], job=job, ready_when=ready_when, samples=samples, clock=clock or Clock()
     )
+    OPEN.append(source)
     source.open()
     return source
 
@@ -77,7 +91,7 @@ def rows_of(source: SqliteSource, *ids: int) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_auto_waits_for_finished_where_reward_is_nullable(path: Path, generation: str) -> None:
-    make_rollouts(path, generation).register()
+    made(path, generation).register()
     wanted = ReadyWhen.TERMINAL if generation == "first" else ReadyWhen.FINISHED
     assert opened(path).ready_when is wanted
 
@@ -165,7 +179,7 @@ def test_a_folder_is_said_to_be_a_folder(tmp_path: Path) -> None:
 
 def test_a_path_with_signs_that_mean_something_in_a_url_is_opened(tmp_path: Path) -> None:
     path = tmp_path / "a?b#c%20d é.db"
-    make_rollouts(path).register()
+    made(path).register()
     assert opened(path).job == "job-1"
 
 
@@ -216,19 +230,20 @@ def test_urls_of_both_habits_are_understood(
 
 
 def test_three_slashes_are_absolute_where_only_that_file_exists(path: Path) -> None:
-    make_rollouts(path).register()
+    made(path).register()
     source = open_source(
         f"sqlite://{path}", job=None, ready_when=ReadyWhen.AUTO, samples=Samples.TERMINAL
     )
     source.open()
     assert source.url == f"sqlite:///{path}"
+    source.close()
 
 
 @pytest.mark.parametrize(
     "url", ["postgresql://me:secret@host/db", "sqlite://", "sqlite:x", "file:x", "", ":memory:"]
 )
 def test_other_urls_are_refused_without_showing_a_password(url: str) -> None:
-    with pytest.raises(ConfigError, match="sqlite:///relative.db") as caught:
+    with pytest.raises(ConfigError, match=r"sqlite:///relative\.db") as caught:
         open_source(url, job=None, ready_when=ReadyWhen.AUTO, samples=Samples.TERMINAL)
     assert "secret" not in str(caught.value)
 
@@ -559,7 +574,7 @@ def test_rows_deleted_from_the_top_are_no_way_back(rollouts: Rollouts, path: Pat
 
 
 def test_a_migration_under_the_source_loses_nothing(path: Path) -> None:
-    rollouts = make_rollouts(path, "second")
+    rollouts = made(path, "second")
     first, second = rollouts.register(2)
     rollouts.complete(first, meta={"weight_version": 4})
     source = opened(path)
@@ -582,11 +597,11 @@ def test_a_table_that_is_away_for_a_moment_is_waited_for(rollouts: Rollouts, pat
 
 
 def test_another_file_at_the_path_is_seen_and_opened_anew(path: Path, tmp_path: Path) -> None:
-    old = make_rollouts(path)
+    old = made(path)
     old.complete(*old.register())
     source = opened(path)
     assert not source.moved()
-    new = make_rollouts(tmp_path / "new.db")
+    new = made(tmp_path / "new.db")
     new.register(2)
     new.complete(2)
     new.close()
@@ -606,12 +621,31 @@ def test_another_file_at_the_path_is_seen_and_opened_anew(path: Path, tmp_path: 
 
 
 def test_a_copy_opened_for_the_first_time_needs_no_sidecars(path: Path, tmp_path: Path) -> None:
-    rollouts = make_rollouts(path)
+    rollouts = made(path)
     rollouts.complete(*rollouts.register())
     rollouts.close()
     assert os.listdir(tmp_path) == ["rollouts.db"]
     shutil.copy(path, tmp_path / "copy.db")
     assert ids_of(reconciled(opened(tmp_path / "copy.db"))) == [1]
+
+
+def test_a_link_is_followed_to_where_the_wal_lies(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    rollouts = made(tmp_path / "real" / "rollouts.db")
+    rollouts.register()
+    os.symlink("real/rollouts.db", path)
+    source = opened(path)
+    source.look(NOTHING)
+    assert not source.changed()
+    rollouts.complete(1)
+    assert source.changed()
+    assert ids_of(source.look(NOTHING)) == [1]
+    assert sorted(os.listdir(tmp_path)) == ["real", "rollouts.db"]
+    assert not source.moved()
+    made(tmp_path / "other.db")
+    path.unlink()
+    os.symlink("other.db", path)
+    assert source.moved()
 
 
 def test_a_database_that_appears_later_is_opened_then(path: Path) -> None:
@@ -625,6 +659,7 @@ def test_a_database_that_appears_later_is_opened_then(path: Path) -> None:
         source.open()
     writer.close()
     path.unlink(missing_ok=True)
-    make_rollouts(path).register()
+    made(path).register()
     source.open()
     assert source.job == "job-1"
+    source.close()

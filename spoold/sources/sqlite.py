@@ -226,16 +226,16 @@ class SqliteSource:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[tuple[sqlite3.Connection, Schema]]:
         """Read from one state of the database."""
-        with self._connected().transaction() as connection:
-            (version,) = connection.execute("PRAGMA schema_version").fetchone()
-            assert self._schema is not None
-            if version != self._schema.version:
-                # A migration rebuilt a table. Ids are kept, so is all that we know.
-                try:
+        try:
+            with self._connected().transaction() as connection:
+                (version,) = connection.execute("PRAGMA schema_version").fetchone()
+                assert self._schema is not None
+                if version != self._schema.version:
+                    # A migration rebuilt a table. Ids are kept, so is all that we know.
                     self._schema = read_schema(connection, self._path)
-                except SourceSchemaError as error:
-                    raise self._changed_schema(error) from error
-            yield connection, self._schema
+                yield connection, self._schema
+        except SourceSchemaError as error:
+            raise self._changed_schema(error) from error
 
     # ---- looking -------------------------------------------------------------------------------
 

@@ -69,6 +69,8 @@ def connect(path: str, *, stale_wal: FileId | None = None) -> Database:
     there nothing is read: SQLite would take its pages for this file's. Raises SourceUnavailable,
     and SourceSchemaError for what is no file.
     """
+    # SQLite follows links, too: -wal and -shm lie beside the file itself.
+    path = os.path.realpath(path)
     facts = _stat(path)
     if facts is None:
         raise SourceUnavailable(f"no database at {path} yet", hint=_TRIES_AGAIN)
