@@ -81,6 +81,7 @@ class Look:
     rows. `missing`: finished ones without a usable terminal row. `gone`: offered as candidates
     before, and now deleted or not past the gate any more (only a reconcile tells). `went_back`:
     ids are lower than they were, so the rows are not those of the last look: verify, reconcile.
+    `members`: environments in `skip` with their groups, where groups are asked for.
     """
 
     candidates: tuple[Candidate, ...] = ()
@@ -88,6 +89,7 @@ class Look:
     missing: tuple[int, ...] = ()
     gone: tuple[int, ...] = ()
     went_back: bool = False
+    members: tuple[Candidate, ...] = ()
 
 
 class StepRow(NamedTuple):

@@ -80,6 +80,13 @@ class Plan:
         del units
         return ()
 
+    def close(self, group: str) -> None:
+        """Note that a member of a group is delivered: without groups, nothing."""
+        del group
+
+    def reopen(self) -> None:
+        """Forget which groups are closed: without groups, nothing."""
+
     def lose(self, environment: int, group: str, now: float) -> None:
         """Note that an environment has a note: it will not complete."""
         del group, now
@@ -164,6 +171,10 @@ class GroupPlan:
         """Note that a member of a group is delivered."""
         if group:
             self.closed.add(group)
+
+    def reopen(self) -> None:
+        """Forget which groups are closed: what was delivered is to come again."""
+        self.closed.clear()
 
     def lose(self, environment: int, group: str, now: float) -> None:
         """Note that a member has a note: it will not complete."""
@@ -364,6 +375,11 @@ class Overdue:
     def due(self, now: float) -> tuple[int, ...]:
         """Return the environments that have waited long enough."""
         return tuple(sorted(e for e, since in self._since.items() if now >= since + self.seconds))
+
+    def keep_out(self, skip: BitMap64) -> None:
+        """Forget environments that are delivered or set aside."""
+        if self._since:
+            self.drop([environment for environment in self._since if environment in skip])
 
     def due_at(self) -> float | None:
         """Return when the next one has waited long enough."""

@@ -43,14 +43,18 @@ class Looking:
         self._reconcile_at = 0.0
         self._look_at = 0.0
         self._peek_seconds = 0.0
+        # Until it is known which groups are closed nothing else is looked at.
+        self._learning_groups = False
 
     def _new_source(self) -> Source:
         settings = self.settings
+        tied = setup.read_source(self.run)
         return open_source(
             settings.db,
             job=settings.job,
             ready_when=settings.ready_when,
             samples=settings.samples,
+            known_job=tied["job"] if tied is not None else None,
         )
 
     @property
@@ -87,12 +91,13 @@ class Looking:
             "ready_when": self.source.ready_when.value,
         }
         log.info("source open", extra={"fields": fields})
-        self._begin(inventory, now)
+        self._begin(inventory, now, with_groups=True)
 
     def close(self) -> None:
         """Close the source; it is opened again when it is needed."""
         self.is_open = False
         self._reconcile = None
+        self._learning_groups = False
         self.source.close()
 
     def start_over(self) -> None:
@@ -116,11 +121,11 @@ class Looking:
             if now < self._backoff.until:
                 return
             self.open(inventory, now)
-        if now >= self._look_at:
+        if now >= self._look_at and not self._learning_groups:
             yield from self._look(inventory, now)
         if self._reconcile is None and (now >= self._reconcile_at or inventory.undelivered):
             self._verify(inventory.remembered(), inventory)
-            self._begin(inventory, now)
+            self._begin(inventory, now, with_groups=inventory.undelivered)
         if self._reconcile is not None:
             look = next(self._reconcile, None)
             if look is None:
@@ -148,7 +153,7 @@ class Looking:
             if look.went_back:
                 log.warning("source went back", extra={"fields": {"url": self.source.url}})
                 self._verify(inventory.remembered(), inventory)
-                self._begin(inventory, now)
+                self._begin(inventory, now, with_groups=True)
             else:
                 yield look
         if 0.0 < self._peek_seconds <= LAST_PEEK_SECONDS:
@@ -160,7 +165,16 @@ class Looking:
     def _verify(self, remembered: Mapping[int, str], inventory: Inventory) -> None:
         self.source.verify(remembered, inventory.highest_environment)
 
-    def _begin(self, inventory: Inventory, now: float) -> None:
+    def _begin(self, inventory: Inventory, now: float, *, with_groups: bool) -> None:
         inventory.undelivered = False
-        self._reconcile = self.source.reconcile(inventory.skip)
+        self._reconcile = self._everything(inventory, with_groups and self.settings.group_size > 0)
         self._reconcile_at = now + self.settings.rescan_seconds
+
+    def _everything(self, inventory: Inventory, with_groups: bool) -> Iterator[Look]:
+        """Yield a reconcile; before it, where asked for, which groups are closed already."""
+        if with_groups:
+            self._learning_groups = True
+            for members in self.source.groups(inventory.skip.copy()):
+                yield Look(members=members)
+            self._learning_groups = False
+        yield from self.source.reconcile(inventory.skip)

@@ -159,6 +159,8 @@ class Daemon:
     def _step(self, now: float) -> None:
         if now >= self._refresh_at or self._is_unsettled():
             self._refresh(now)
+            if self.inventory.undelivered:
+                self.plan.reopen()
         if now < self._write_backoff.until:
             return
         if not self._may_read(now):
@@ -274,11 +276,16 @@ class Daemon:
         self._refresh_at = now
 
     def _take(self, look: Look, now: float) -> None:
+        for member in look.members:
+            if member.id in self.inventory.set_aside:
+                self.plan.lose(member.id, member.group, now)
+            else:
+                self.plan.close(member.group)
         self.plan.drop(look.gone)
+        self._overdue.drop(look.gone)
         for environment in self.plan.offer(look.candidates, now):
             self.delivery.note_late(environment, self.looking.source.job, now)
         self._overdue.seen(look.missing, now)
-        self._overdue.drop([candidate.id for candidate in look.candidates])
         for environment in look.late:
             fields = {"environment": environment}
             log.warning("new rows after delivery are not looked at", extra={"fields": fields})
@@ -316,7 +323,7 @@ class Daemon:
             self.delivery.deliver(self.looking.source, units, now)
         except SourceUnavailable as error:
             self._source_failed(error, now)
-        self._overdue.drop([one for unit in units for one in unit])
+        self._overdue.keep_out(self.inventory.skip)
 
     # --- once ------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from spoold.errors import ConfigError
-from spoold.model import Look, ReadyWhen, Samples, StepRow
+from spoold.model import Candidate, Look, ReadyWhen, Samples, StepRow
 
 if TYPE_CHECKING:
     from pyroaring import BitMap64
@@ -69,6 +69,12 @@ class Source(Protocol):
     def reconcile(self, skip: BitMap64) -> Iterator[Look]:
         """Look at everything, slice by slice. Between two slices anything may be called."""
 
+    def groups(self, ids: BitMap64) -> Iterator[tuple[Candidate, ...]]:
+        """Return the group of each of `ids` that is still there, slice by slice.
+
+        Tells after a restart which groups are closed, and whose members are lost.
+        """
+
     def read(self, ids: Sequence[int]) -> Iterator[tuple[int, tuple[StepRow, ...]]]:
         """Return the rows that become samples, the chosen one last, in the order of `ids`.
 
@@ -86,8 +92,17 @@ class Source(Protocol):
         """
 
 
-def open_source(url: str, *, job: str | None, ready_when: ReadyWhen, samples: Samples) -> Source:
+def open_source(
+    url: str,
+    *,
+    job: str | None,
+    ready_when: ReadyWhen,
+    samples: Samples,
+    known_job: str | None = None,
+) -> Source:
     """Return the source that a URL names, not yet open. Raises ConfigError for any other URL.
+
+    `job`: the one to read; None for the only one that is there, or of several for `known_job`.
 
     A path is taken as it is. After `sqlite://` there are two habits: `sqlite:///x.db` is relative
     to SQLAlchemy and absolute to Tortoise. The reading whose file exists wins, else SQLAlchemy's;
@@ -96,7 +111,9 @@ def open_source(url: str, *, job: str | None, ready_when: ReadyWhen, samples: Sa
     """
     from spoold.sources.sqlite import SqliteSource
 
-    return SqliteSource(_readings(url), job=job, ready_when=ready_when, samples=samples)
+    return SqliteSource(
+        _readings(url), job=job, ready_when=ready_when, samples=samples, known_job=known_job
+    )
 
 
 def _readings(url: str) -> tuple[str, ...]:

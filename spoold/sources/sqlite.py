@@ -78,11 +78,13 @@ class SqliteSource:
         job: str | None,
         ready_when: ReadyWhen,
         samples: Samples,
+        known_job: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._readings = tuple(os.path.abspath(path) for path in readings)
         self._path = self._readings[0]
         self._wanted_job = job
+        self._known_job = known_job
         self._samples = samples
         self._clock = clock
         self.job = job or ""
@@ -212,6 +214,9 @@ class SqliteSource:
                 f"{self._path} has no environment of job {wanted} yet, only of {shown}",
                 hint="spoold waits for it; is --job right?",
             )
+        if self._known_job in jobs:
+            assert self._known_job is not None
+            return self._known_job
         if len(jobs) > 1:
             raise ConfigError(f"{self._path} has several jobs: {shown}", hint="name one with --job")
         return jobs[0]
@@ -420,6 +425,16 @@ class SqliteSource:
                 found.unusable.add(environment)
                 if environment in finished:
                     found.missing.add(environment)
+
+    def groups(self, ids: BitMap64) -> Iterator[tuple[Candidate, ...]]:
+        """Return the group of each of `ids` that has one and is still there, slice by slice."""
+        first = ids.min() if ids else 0
+        while first:
+            end = first + SLICE
+            with self._transaction() as (connection, schema):
+                rows = connection.execute(schema.groups, (first, end)).fetchall()
+            yield tuple(Candidate(one, _group(group)) for one, group in rows if one in ids)
+            first = next(ids.iter_equal_or_larger(end), 0)
 
     # ---- rows ----------------------------------------------------------------------------------
 

@@ -98,6 +98,7 @@ class Schema:
         SELECT e.id, e.group_id FROM {wanted}
         WHERE e.finished = 1 AND +e.is_deleted = 0 AND +e.job_id = :job""")
 
+    groups = "SELECT e.id, e.group_id FROM job_environments AS e WHERE e.id >= ? AND e.id < ?"
     next_environment = "SELECT min(e.id) FROM job_environments AS e WHERE e.id >= ?"
     in_range = _sql("""
         SELECT e.id, e.group_id, e.finished = 1, {has_rows} FROM job_environments AS e
