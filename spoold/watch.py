@@ -52,9 +52,9 @@ _MASK_ADD: Final = 0x20000000
 _ISDIR: Final = 0x40000000
 
 _EVENT: Final = struct.Struct("iIII")
-_BUFFER_BYTES: Final = 64 * 1024
+_BUFFER_BYTES: Final = 8 * 1024
 _LONGEST_EVENT: Final = _EVENT.size + 256
-_RECHECK_SECONDS: Final = 1.0
+_RECHECK_SECONDS: Final = 4.0
 _RETRY_SECONDS: Final = 30.0
 _LONGEST_POLL_SECONDS: Final = 1_000_000.0
 _MOST_PATHS: Final = 10_000
@@ -134,7 +134,7 @@ class Hints:
         """Wait until something happens, and return what; empty when `timeout` seconds passed.
 
         What happened since the last call counts. Directories that were removed and made again are
-        watched anew here, at most once a second: then anything in them may have changed.
+        watched anew here, after some seconds at most: then anything in them may have changed.
         """
         give_up = None if timeout is None else self._clock() + timeout
         heard: Heard = {}

@@ -8,7 +8,7 @@ import math
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
 from typing import Final
@@ -426,8 +426,9 @@ class Consumer:
         self._listed_until = -math.inf
         if self._lock is not None and not self._watching:
             self._watching = True
-            hints.watch(self._run.pending, tag="pending")
-            hints.watch(self._run.of(self._own), tag="own", names=self._is_from_outside)
+            # Our own claims are no news: not in the own folder, and not as what was pending.
+            hints.watch(self._run.pending, tag="pending", names=self._is_news)
+            hints.watch(self._run.of(self._own), tag="own", names=self._is_news)
             return  # what came before the watch is found by looking once more
         with_hints = self._watching and hints.healthy()
         pause = LOOK_SECONDS if with_hints else LOOK_WITHOUT_HINTS_SECONDS
@@ -444,11 +445,11 @@ class Consumer:
         own, pending = heard.get("own", set()), heard.get("pending", set())
         if own is None or pending is None:
             return
-        self._own_names = _oldest_last(os.path.basename(path) for path in own)
-        self._pending_names = _oldest_last(os.path.basename(path) for path in pending)
+        self._own_names = _oldest_last([path.rpartition("/")[2] for path in own])
+        self._pending_names = _oldest_last([path.rpartition("/")[2] for path in pending])
         self._listed_until = self._clock() + LISTING_SECONDS
 
-    def _is_from_outside(self, file_name: str) -> bool:
+    def _is_news(self, file_name: str) -> bool:
         batch_id = batch_id_of(file_name)
         return batch_id is not None and batch_id not in self._held and batch_id not in self._acked
 
@@ -481,9 +482,10 @@ def _names_in(path: str) -> list[str]:
         raise fs.failed("list", path, error) from error
 
 
-def _oldest_last(names: Iterable[str]) -> list[str]:
-    """Sort batch names for popping."""
-    return sorted((name for name in names if name.endswith(".jsonl")), key=_age, reverse=True)
+def _oldest_last(names: list[str]) -> list[str]:
+    """Sort batch names for popping; what is no batch is left out later, when it is its turn."""
+    names.sort(key=_age, reverse=True)
+    return names
 
 
 def _age(name: str) -> str:
