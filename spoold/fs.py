@@ -16,7 +16,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from spoold.errors import ConfigError, SpoolWriteError
@@ -94,14 +94,23 @@ def failed(act: str, path: str, error: OSError, *, state_unknown: bool = False) 
     )
 
 
-@contextlib.contextmanager
-def _doing(act: str, path: str) -> Iterator[None]:
-    try:
-        yield
-    except (FileNotFoundError, FileExistsError):
-        raise
-    except OSError as error:
-        raise failed(act, path, error) from error
+class _doing:  # noqa: N801  # reads as a verb: with _doing("sync", path)
+    """Say what was being done, and where, when a system call fails. A class, because it is hot."""
+
+    __slots__ = ("act", "path")
+
+    def __init__(self, act: str, path: str) -> None:
+        self.act = act
+        self.path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and not isinstance(
+            error, FileNotFoundError | FileExistsError
+        ):
+            raise failed(self.act, self.path, error) from error
 
 
 def sync_dir(path: str) -> None:
@@ -199,7 +208,9 @@ def move(old: str, new: str) -> None:
         sync_dir(target)
         source = os.path.dirname(old)
         if source != target:
-            sync_dir(source)
+            # RACE: the folder that the file came from may be removed by now, and its name with it.
+            with contextlib.suppress(FileNotFoundError):
+                sync_dir(source)
     except SpoolWriteError as error:
         error.state_unknown = True
         raise
@@ -261,10 +272,19 @@ def read(path: str) -> bytes:
     """
     with _doing("read", path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(fd, "rb", buffering=0) as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+        try:
+            facts = os.fstat(fd)
+            if not stat.S_ISREG(facts.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", path)
-            return file.readall()
+            data = os.read(fd, facts.st_size + 1)
+            while len(data) < facts.st_size:
+                more = os.read(fd, facts.st_size - len(data) + 1)
+                if not more:
+                    break
+                data += more
+            return data
+        finally:
+            os.close(fd)
 
 
 class Listing(NamedTuple):
