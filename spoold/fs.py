@@ -13,7 +13,6 @@ import errno
 import fcntl
 import json
 import os
-import socket
 import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -52,8 +51,8 @@ _HINTS: Final = {
     errno.ENOSPC: "free some space; spoold goes on by itself",
     errno.EDQUOT: "free some space or raise the quota; spoold goes on by itself",
     errno.EROFS: "mount it read-write; spoold goes on by itself",
-    errno.EACCES: "give this user write permission on it",
-    errno.EPERM: "give this user write permission on it",
+    errno.EACCES: "give this user permission on it",
+    errno.EPERM: "give this user permission on it",
     errno.EXDEV: "all of a run directory must lie on one mount; spoold never copies",
     errno.EMFILE: "raise the limit of open files (LimitNOFILE=)",
     errno.EIO: "look at the kernel's log: the disk reports an error",
@@ -403,7 +402,7 @@ class Lock:
 
     def _acquired(self, fd: int) -> None:
         self._fd = fd
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": round(time.time(), 3)}
+        holder = {"pid": os.getpid(), "host": os.uname().nodename, "since": round(time.time(), 3)}
         with contextlib.suppress(OSError):
             os.ftruncate(fd, 0)
             os.pwrite(fd, json.dumps(holder).encode() + b"\n", 0)

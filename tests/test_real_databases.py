@@ -1,4 +1,4 @@
-"""`spoold run --once` on rollout databases that the writer's own code made, against their oracle."""
+"""`spoold run --once` on databases that the writer's own code made, against their oracle."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import socket
 from collections.abc import Callable
 from typing import Final
 
@@ -61,7 +60,7 @@ class Daemon:
         self._status_at = 0.0
         self._status: statusfile.Status | None = None
         self._status_is_old = False
-        self._host = socket.gethostname()
+        self._host = os.uname().nodename
 
     # --- from start to stop ----------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ import sqlite3
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from pyroaring import BitMap64
@@ -33,6 +32,7 @@ from spoold.errors import (
     SourceUnavailable,
 )
 from spoold.model import Candidate, Look, ReadyWhen, Samples, StepRow
+from spoold.sources.sqlite_facts import JOBS_SHOWN, Heights, heights_of, jobs_of
 from spoold.sources.sqlite_open import Database, FileId, connect, file_id
 from spoold.sources.sqlite_rows import MAX_TRANSACTION_SECONDS, RowReader
 from spoold.sources.sqlite_schema import Schema, read_schema
@@ -44,24 +44,6 @@ SLICE: Final = 20_000
 _FEW: Final = 256
 _TABLES_TRIES: Final = 10
 _TABLES_PAUSE_SECONDS: Final = 0.05
-_JOBS_SHOWN: Final = 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Heights:
-    """The highest ids: ever given, by sqlite_sequence, and among the rows that are there."""
-
-    environments_given: int
-    steps_given: int
-    environments: int
-    steps: int
-
-    def is_below(self, before: _Heights) -> bool:
-        """Whether ids went backwards. Rows that were deleted from the top don't count."""
-        return (
-            self.environments_given < before.environments_given
-            or self.steps_given < before.steps_given
-        )
 
 
 class SqliteSource:
@@ -95,7 +77,7 @@ class SqliteSource:
         self._stale_wal: FileId | None = None
         self._schema: Schema | None = None
         self._reader: RowReader | None = None
-        self._heights: _Heights | None = None
+        self._heights: Heights | None = None
         self._highest_step = 0
         self._seen: object = None
         self._watched = Watched(clock())
@@ -158,7 +140,7 @@ class SqliteSource:
         schema = self._read_schema(database)
         with database.transaction() as connection:
             job = self._pick_job(connection, schema, keep=not is_new)
-            heights = _heights(connection, schema)
+            heights = heights_of(connection, schema)
         self.job = job
         if self.ready_when is ReadyWhen.AUTO:
             # Kept even if a migration changes the column: its old rows were not marked finished.
@@ -175,7 +157,7 @@ class SqliteSource:
         if is_new or self._heights is None or heights.is_below(self._heights):
             self._start_over(heights)
 
-    def _start_over(self, heights: _Heights) -> None:
+    def _start_over(self, heights: Heights) -> None:
         self._heights = heights
         self._highest_step = heights.steps
         self._watched = Watched(self._clock())
@@ -203,12 +185,12 @@ class SqliteSource:
         wanted = self.job if keep and self.job else self._wanted_job
         if wanted is not None and connection.execute(schema.has_job, (wanted,)).fetchone():
             return wanted
-        jobs = _jobs(connection, schema)
+        jobs = jobs_of(connection, schema)
         if not jobs:
             raise SourceUnavailable(
                 f"{self._path} has no job yet", hint="spoold waits for its environments"
             )
-        shown = ", ".join(jobs[:_JOBS_SHOWN]) + (", …" if len(jobs) > _JOBS_SHOWN else "")
+        shown = ", ".join(jobs[:JOBS_SHOWN]) + (", …" if len(jobs) > JOBS_SHOWN else "")
         if wanted is not None:
             raise SourceUnavailable(
                 f"{self._path} has no environment of job {wanted} yet, only of {shown}",
@@ -260,7 +242,7 @@ class SqliteSource:
         # Before anything is read: what is committed from here on makes another look.
         stamp = self._connected().stamp()
         with self._transaction() as (connection, schema):
-            heights = _heights(connection, schema)
+            heights = heights_of(connection, schema)
         assert self._heights is not None
         if heights.is_below(self._heights):
             self._start_over(heights)
@@ -325,7 +307,7 @@ class SqliteSource:
     def reconcile(self, skip: BitMap64) -> Iterator[Look]:
         """Look at every environment that is not in `skip`, in slices of 20,000 ids."""
         with self._transaction() as (connection, schema):
-            end = _heights(connection, schema).environments + 1
+            end = heights_of(connection, schema).environments + 1
         first = 1
         while first < end:
             stop = min(first + SLICE, end)
@@ -335,7 +317,7 @@ class SqliteSource:
             look, first = self._reconcile_slice(first, stop, skip)
             yield look
         with self._transaction() as (connection, schema):
-            end = _heights(connection, schema).environments + 1
+            end = heights_of(connection, schema).environments + 1
         gone = self._watched.reconciled(end, max(end, self._watched.highest + 1), Found(), skip)
         if gone:
             yield Look(gone=gone)
@@ -452,7 +434,7 @@ class SqliteSource:
     def verify(self, remembered: Mapping[int, str], highest: int) -> None:
         """Make sure that this is the database that was delivered from."""
         with self._transaction() as (connection, schema):
-            heights = _heights(connection, schema)
+            heights = heights_of(connection, schema)
             if not heights.environments:
                 raise SourceUnavailable(
                     f"{self._path} has no environments yet", hint="spoold waits for them"
@@ -472,29 +454,6 @@ class SqliteSource:
                     "delivered from here",
                     hint="on_replaced says what becomes of the old spool",
                 )
-
-
-def _heights(connection: sqlite3.Connection, schema: Schema) -> _Heights:
-    environments, steps = connection.execute(schema.highest).fetchone()
-    given: dict[bytes, int] = {}
-    if schema.has_sequence:
-        given.update(connection.execute(schema.sequences))
-    return _Heights(
-        environments_given=given.get(b"job_environments", 0),
-        steps_given=given.get(b"session_steps", 0),
-        environments=environments or 0,
-        steps=steps or 0,
-    )
-
-
-def _jobs(connection: sqlite3.Connection, schema: Schema) -> list[str]:
-    """Return the first few jobs, each by one step through an index on job_id."""
-    jobs: list[str] = []
-    (job,) = connection.execute(schema.first_job).fetchone()
-    while job is not None and len(jobs) <= _JOBS_SHOWN:
-        jobs.append(job.decode("utf-8", "replace"))
-        (job,) = connection.execute(schema.next_job, (jobs[-1],)).fetchone()
-    return jobs
 
 
 def _group(group: object) -> str:

@@ -151,19 +151,21 @@ class Shelves:
         place, names = shelf.place, set(listing.files)
         shelf.folders = () if place.folder else tuple(sorted(listing.folders))
         new = names - shelf.names
-        if place.counts:
-            for name in new:
-                batch_id = batch_id_of(name)
-                if batch_id is not None:
-                    this.appeared.setdefault(batch_id, []).append((place, name))
+        strange = []
+        for name in new:
+            batch_id = batch_id_of(name)
+            if batch_id is None:
+                strange.append(name)
+            elif place.counts:
+                this.appeared.setdefault(batch_id, []).append((place, name))
         if place == Place(State.REJECTED) and new:
             this.notes_changed = True
         self._take_out(shelf, shelf.names - names, this)
         shelf.names = names
-        if new or shelf.unknown or listing.others or (place.folder and listing.folders):
-            odd = [*listing.others, *(listing.folders if place.folder else ())]
-            odd += [name for name in names if not self._is_known(place, name)]
-            shelf.unknown = tuple(sorted(odd))
+        odd = {*listing.others, *(listing.folders if place.folder else ())}
+        odd.update(name for name in shelf.unknown if name in names)
+        odd.update(name for name in strange if not self._is_known(place, name))
+        shelf.unknown = tuple(sorted(odd))
 
     def _take_out(self, shelf: Shelf, names: set[str], this: Pass) -> None:
         if shelf.place == Place(State.REJECTED) and names:
@@ -174,7 +176,7 @@ class Shelves:
 
     @staticmethod
     def _is_known(place: Place, name: str) -> bool:
-        if batch_id_of(name) is not None or name.startswith(PROBE_PREFIX):
+        if name.startswith(PROBE_PREFIX):
             return True
         if place.state is State.INFLIGHT and place.folder:
             return name == LOCK_NAME
