@@ -17,7 +17,8 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 import orjson
 
@@ -35,6 +36,7 @@ __all__ = [
     "samples_of",
 ]
 
+_SMALL_META: Final = 256
 _SUMMARIES: Final = frozenset({"gateway_session_close", "episode_summary", "evaluation_summary"})
 _MAX_VERSION: Final = 2**63 - 1
 _BLANK: Final = b" \t\r\n"
@@ -68,18 +70,42 @@ def is_trajectory(meta: object, messages: object, response: object) -> bool:
     Rows that close a session, sum it up, or record a failed request share the session with it.
     `messages` need only be true to its first 64 bytes.
     """
-    facts = _parse_meta(meta)
-    if facts:
-        event = facts.get("event_type")
-        if isinstance(event, str) and event in _SUMMARIES:
-            return False
-        if facts.get("synthetic_stop"):
-            return False
-        if event == "gateway_inference" and _is_failure(facts.get("status_code")):
-            return False
+    if not _meta(meta).is_turn:
+        return False
     if response or not isinstance(messages, bytes) or len(messages) >= 64:
         return True
     return messages.translate(None, _BLANK) != b"[]"
+
+
+class _Meta(NamedTuple):
+    """What env_state or meta_json says of a row."""
+
+    is_turn: bool
+    weight_version: int | None
+
+
+def _meta(meta: object) -> _Meta:
+    if not isinstance(meta, bytes) or not meta:
+        return _NO_META
+    # Early writers put the same few bytes into every row.
+    return _cached_meta(meta) if len(meta) <= _SMALL_META else _read_meta(meta)
+
+
+def _read_meta(meta: bytes) -> _Meta:
+    facts = _parse_meta(meta)
+    if not facts:
+        return _NO_META
+    event = facts.get("event_type")
+    is_turn = not (
+        (isinstance(event, str) and event in _SUMMARIES)
+        or facts.get("synthetic_stop")
+        or (event == "gateway_inference" and _is_failure(facts.get("status_code")))
+    )
+    return _Meta(is_turn, _weight_version(facts.get("weight_version")))
+
+
+_cached_meta = lru_cache(maxsize=64)(_read_meta)
+_NO_META: Final = _Meta(True, None)
 
 
 def _is_failure(status: object) -> bool:
@@ -119,10 +145,8 @@ def samples_of(rows: Sequence[StepRow]) -> tuple[StepRow, ...]:
     return tuple(sorted(own, key=lambda row: row.pk))
 
 
-def _parse_meta(meta: object) -> dict[str, Any] | None:
+def _parse_meta(meta: bytes) -> dict[str, Any] | None:
     """Return the object in env_state or meta_json, None where there is none that can be read."""
-    if not isinstance(meta, bytes) or not meta:
-        return None
     try:
         facts = orjson.loads(meta)
     except orjson.JSONDecodeError:
@@ -132,6 +156,16 @@ def _parse_meta(meta: object) -> dict[str, Any] | None:
         except (ValueError, RecursionError):
             return None
     return facts if isinstance(facts, dict) else None
+
+
+def _weight_version(version: object) -> int | None:
+    """Return the policy that made a row: an integer from 0 to 2^63-1, or a string of one."""
+    if isinstance(version, str) and version.isascii() and version.isdigit():
+        # The bound keeps int() from refusing thousands of digits.
+        version = int(version) if len(version) <= 4000 else None
+    if isinstance(version, int) and not isinstance(version, bool) and 0 <= version <= _MAX_VERSION:
+        return version
+    return None
 
 
 # ---- rows to lines ----------------------------------------------------------------------------
@@ -196,33 +230,34 @@ def _number(row: StepRow, column: str, value: object) -> float:
 
 
 def _sample(row: StepRow, reward: float, reward_source: str, max_sample_bytes: int) -> Sample:
-    version = _weight_version(row.meta)
-    truncated = row.is_truncated
-    env_id = _text(row, "env_id", row.env_id)
-    group_id = _text(row, "group_id", row.group_id)
-    head = orjson.dumps({"uid": f"{env_id}:{row.pk}", "instance_id": group_id or env_id})
+    # This runs once a row: the usual case, texts that are UTF-8, is spelled out.
+    env_id, group_id, session_id, job_id, env_name, llm_model = _texts(row)
+    environment, pk, step_id, step_reward = row.environment, row.pk, row.step_id, row.step_reward
+    truncated = bool(row.is_truncated)
+    version = _meta(row.meta).weight_version
+    head = orjson.dumps({"uid": f"{env_id}:{pk}", "instance_id": group_id or env_id})
     tail = orjson.dumps(
         {
             "reward": reward,
             # Last, and `environment` first in it: environment_refs reads lines from their end.
             "extra_info": {
-                "environment": row.environment,
+                "environment": environment,
                 "env_id": env_id,
-                "session_id": _text(row, "session_id", row.session_id),
+                "session_id": session_id,
                 "group_id": group_id,
-                "job_id": _text(row, "job_id", row.job_id),
-                "env_name": _text(row, "env_name", row.env_name),
-                "llm_model": _text(row, "llm_model", row.llm_model),
-                "step_pk": row.pk,
-                "steps": row.step_id if isinstance(row.step_id, int) else 0,
+                "job_id": job_id,
+                "env_name": env_name,
+                "llm_model": llm_model,
+                "step_pk": pk,
+                "steps": step_id if isinstance(step_id, int) else 0,
                 "step_reward": 0.0
-                if row.step_reward is None
-                else _number(row, "step_reward", row.step_reward),
+                if step_reward is None
+                else _number(row, "step_reward", step_reward),
                 "reward_source": reward_source,
                 "weight_version": version or 0,
                 "truncated": truncated,
                 "finish_reason": "length" if truncated else "stop",
-                "is_session_completed": row.is_completed,
+                "is_session_completed": bool(row.is_completed),
                 "timestamp": _timestamp(row.created_at),
             },
         },
@@ -233,7 +268,25 @@ def _sample(row: StepRow, reward: float, reward_source: str, max_sample_bytes: i
     line = b"".join((head[:-1], b',"messages":', *messages, b",", tail[1:]))
     if len(line) > max_sample_bytes:
         raise _too_big(row, len(line), max_sample_bytes)
-    return Sample(row.environment, env_id, row.pk, version, line)
+    return Sample(environment, env_id, pk, version, line)
+
+
+def _texts(row: StepRow) -> tuple[str, str, str, str, str, str]:
+    """Return env_id, group_id, session_id, job_id, env_name and llm_model."""
+    values = (
+        row.env_id,
+        row.group_id or b"",
+        row.session_id,
+        row.job_id,
+        row.env_name,
+        row.llm_model,
+    )
+    try:
+        a, b, c, d, e, f = map(bytes.decode, values)  # type: ignore[arg-type]
+    except (TypeError, UnicodeDecodeError):
+        names = ("env_id", "group_id", "session_id", "job_id", "env_name", "llm_model")
+        a, b, c, d, e, f = (_text(row, name, getattr(row, name)) for name in names)
+    return a, b, c, d, e, f
 
 
 def _too_big(row: StepRow, size_bytes: int, max_sample_bytes: int) -> _Unusable:
@@ -251,18 +304,6 @@ def _text(row: StepRow, column: str, value: object) -> str:
         return value.decode()
     except UnicodeDecodeError as error:
         raise _Unusable("bad-json", f"{column} is not UTF-8", row, value) from error
-
-
-def _weight_version(meta: object) -> int | None:
-    """Return the policy that made the row: an integer from 0 to 2^63-1, or a string of one."""
-    facts = _parse_meta(meta)
-    version = facts.get("weight_version") if facts else None
-    if isinstance(version, str) and version.isascii() and version.isdigit():
-        # The bound keeps int() from refusing thousands of digits.
-        version = int(version) if len(version) <= 4000 else None
-    if isinstance(version, int) and not isinstance(version, bool) and 0 <= version <= _MAX_VERSION:
-        return version
-    return None
 
 
 def _timestamp(created_at: object) -> float:
@@ -289,9 +330,10 @@ def _messages(row: StepRow, max_sample_bytes: int) -> tuple[bytes | memoryview, 
         messages = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise _Unusable("bad-json", f"messages: {error.msg}", row, raw) from error
-    if type(messages) is not list or not all(type(message) is dict for message in messages):
+    nested = _is_nested(messages)
+    if nested is None:
         raise _Unusable("bad-messages", "messages is not a list of objects", row, raw)
-    if _is_too_deep(messages):
+    if nested and _is_too_deep(messages):
         raise _Unusable("bad-json", "messages: nested too deeply", row, raw)
     # In valid JSON a raw line break is white space: strings must escape theirs.
     if b"\n" in raw or b"\r" in raw:
@@ -302,6 +344,20 @@ def _messages(row: StepRow, max_sample_bytes: int) -> tuple[bytes | memoryview, 
     return memoryview(raw.rstrip(_BLANK))[:-1], b"," if messages else b"", turn, b"]"
 
 
+def _is_nested(messages: object) -> bool | None:
+    """Whether a message holds more than plain values; None where this is no list of objects."""
+    if type(messages) is not list:
+        return None
+    nested = False
+    for message in messages:
+        if type(message) is not dict:
+            return None
+        for value in message.values():
+            if type(value) is list or type(value) is dict:
+                nested = True
+    return nested
+
+
 def _assistant_turn(row: StepRow) -> bytes:
     """Return the JSON of the turn that the response column holds, b"" where it is empty."""
     response = row.response
@@ -309,10 +365,10 @@ def _assistant_turn(row: StepRow) -> bytes:
         return b""
     if not isinstance(response, bytes):
         response = str(response).encode()
-    if response.lstrip(_BLANK).startswith(b"{") and (turn := _turn_of_object(row, response)):
-        return turn
     if not response:
         return b""
+    if response.lstrip(_BLANK).startswith(b"{") and (turn := _turn_of_object(row, response)):
+        return turn
     text = _text(row, "response", response)
     return orjson.dumps({"role": "assistant", "content": text})
 

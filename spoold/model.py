@@ -97,7 +97,7 @@ class StepRow(NamedTuple):
 
     Texts are bytes as they lie in the database, not checked to be UTF-8; what is typed `object` is
     whatever the writer put there. `group_id`, `job_id` and `env_name` are the environment's. `meta`
-    is env_state or meta_json.
+    is env_state or meta_json. Flags are 1, 0 or, where the column is null, None.
     """
 
     environment: int
@@ -114,9 +114,9 @@ class StepRow(NamedTuple):
     step_reward: object
     reward: object
     meta: object
-    is_terminal: bool
-    is_truncated: bool
-    is_completed: bool
+    is_terminal: int | None
+    is_truncated: int | None
+    is_completed: int | None
     created_at: object
 
 

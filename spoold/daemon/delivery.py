@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
+from pyroaring import BitMap64
+
 from spoold import codec, fs
 from spoold.config import Settings
 from spoold.errors import SpooldError, SpoolWriteError
@@ -185,27 +187,35 @@ class Delivery:
         into = Collected()
         carry, self._carry = self._carry, None
         known = {carry[0]: carry[1]} if carry is not None else {}
-        skip = self.inventory.skip
-        wanted = [unit for unit in units if not any(one in skip for one in unit)]
-        into.incomplete += [one for unit in units if unit not in wanted for one in unit]
-        rows = source.read([one for unit in wanted if unit not in known for one in unit])
-        for unit in wanted:
-            samples = known.get(unit)
-            if samples is None:
-                samples = self._convert(unit, rows, into)
+        if not self.inventory.skip.isdisjoint(BitMap64([one for unit in units for one in unit])):
+            units = self._without_delivered(units, into)
+        rows = source.read([one for unit in units if unit not in known for one in unit])
+        for unit in units:
+            samples = known.get(unit) or self._convert(unit, rows, into)
             if samples is None:
                 continue
-            size = sum(len(sample.line) for sample in samples)
+            size = sum([len(sample.line) for sample in samples])
             if into.units and into.size_bytes + size > self.settings.batch_bytes:
                 self._carry = (unit, samples)
                 break
             into.units.append(unit)
             into.samples += samples
             into.size_bytes += size
-            self.counts.bad_in_a_row = 0
             if into.size_bytes >= self.settings.batch_bytes:
                 break
+        if into.units:
+            self.counts.bad_in_a_row = 0
         return into
+
+    def _without_delivered(self, units: Sequence[Unit], into: Collected) -> list[Unit]:
+        """Leave out what was delivered or set aside by other means since it was offered."""
+        skip, left = self.inventory.skip, []
+        for unit in units:
+            if any(one in skip for one in unit):
+                into.incomplete += unit
+            else:
+                left.append(unit)
+        return left
 
     def _convert(
         self, unit: Unit, rows: Iterator[tuple[int, tuple[StepRow, ...]]], into: Collected

@@ -10,8 +10,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from spoold.codec import choose, is_trajectory, samples_of
 from spoold.model import Samples, StepRow
@@ -26,8 +25,9 @@ _AT_ONCE: Final = 256
 Transaction = Callable[[], AbstractContextManager[tuple[sqlite3.Connection, Schema]]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Environment:
+class _Environment(NamedTuple):
+    """An environment that passes the gate. The first five as in StepRow."""
+
     id: int
     env_id: object
     group_id: object
@@ -41,8 +41,7 @@ def _is_finished(environment: _Environment | None) -> bool:
     return environment is not None and bool(environment.is_finished)
 
 
-@dataclass(slots=True)
-class _Session:
+class _Session(NamedTuple):
     """What was read of one environment. `rows`: None where the session has to be walked."""
 
     environment: _Environment | None
@@ -127,9 +126,10 @@ class RowReader:
             # Rows come in the order of `wanted`; one that is gone is left out.
             own = pks.get(one, ())
             while row is not None and row[1] in own:
-                assert environment is not None
                 room -= len(row[5] or b"") + len(row[6] or b"")
-                rows += self._own(environment, row)
+                if self._is_own(row):
+                    assert environment is not None
+                    rows.append(StepRow._make(environment[:5] + row[1:]))
                 row = cursor.fetchone() if room > 0 or len(own) > 1 else None
             sessions.append(self._session(environment, rows))
             if room <= 0:
@@ -162,32 +162,6 @@ class RowReader:
         ):
             found.setdefault(environment, []).append(pk)
         return {one: sorted(pks) for one, pks in found.items()}
-
-    def _own(self, environment: _Environment, row: tuple[Any, ...]) -> Iterator[StepRow]:
-        """Yield the row where it belongs to the job and is a turn of the model."""
-        job_id, pk, session_id, step_id, model, messages, response, *rest = row
-        step_reward, reward, meta, is_terminal, is_truncated, is_completed, created_at = rest
-        if job_id in self._own_jobs and is_trajectory(meta, messages, response):
-            yield StepRow(
-                environment.id,
-                environment.env_id,
-                environment.group_id,
-                environment.job_id,
-                environment.env_name,
-                pk,
-                session_id,
-                step_id,
-                model,
-                messages,
-                response,
-                step_reward,
-                reward,
-                meta,
-                bool(is_terminal),
-                bool(is_truncated),
-                bool(is_completed),
-                created_at,
-            )
 
     def _session(self, environment: _Environment | None, rows: list[StepRow]) -> _Session:
         if environment is None or environment.top is None:
@@ -239,4 +213,10 @@ class RowReader:
         self, connection: sqlite3.Connection, query: str, environment: _Environment, pk: int
     ) -> list[StepRow]:
         row = connection.execute(query, {"ids": str([pk])}).fetchone()
-        return [] if row is None else list(self._own(environment, row))
+        if row is None or not self._is_own(row):
+            return []
+        return [StepRow._make(environment[:5] + row[1:])]
+
+    def _is_own(self, row: tuple[Any, ...]) -> bool:
+        """Whether a row belongs to the job and is a turn of the model."""
+        return row[0] in self._own_jobs and is_trajectory(row[9], row[5], row[6])
