@@ -1,4 +1,4 @@
-"""Rows to sample lines, and sample lines back. Pure.
+"""Rows to sample lines. Pure.
 
 A line is made by splicing: the messages column is parsed to see that it is a list of objects, and
 then its own bytes go into the line, the assistant turn appended before the closing bracket. So
@@ -12,42 +12,23 @@ objects), `bad-reward` (not a finite number), `too-big`, `null-reward` (policy).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import orjson
 
-from spoold.errors import BatchCorrupt
-from spoold.layout import BatchName
-from spoold.model import Note, NullReward, Ref, Sample, StepRow
+from spoold.codec.rows import weight_version
+from spoold.model import Note, NullReward, Sample, StepRow
 
-__all__ = [
-    "build_batch",
-    "choose",
-    "encode",
-    "environment_refs",
-    "is_trajectory",
-    "parse_samples",
-    "samples_of",
-]
+__all__ = ["encode"]
 
-_SMALL_META: Final = 256
-_SUMMARIES: Final = frozenset({"gateway_session_close", "episode_summary", "evaluation_summary"})
-_MAX_VERSION: Final = 2**63 - 1
 _BLANK: Final = b" \t\r\n"
 _EXCERPT_CHARACTERS: Final = 200
 # Parsers of trainers give up at about a thousand levels; a line must never be one they can't read.
 _MAX_DEPTH: Final = 500
-_TAIL: Final = b',"extra_info":{'
-_REWARD: Final = b',"reward":'
-# Every digit to "0": finding a run of digits like this costs a tenth of a regular expression.
-_DIGITS: Final = bytes.maketrans(b"123456789", b"000000000")
-_LONG_NUMBER: Final = b"0" * 19
 
 
 class _Unusable(Exception):
@@ -59,116 +40,6 @@ class _Unusable(Exception):
         self.what = what
         self.row = row
         self.excerpt = excerpt
-
-
-# ---- which rows -------------------------------------------------------------------------------
-
-
-def is_trajectory(meta: object, messages: object, response: object) -> bool:
-    """Whether a row is a turn of the model, by its env_state or meta_json and its texts.
-
-    Rows that close a session, sum it up, or record a failed request share the session with it.
-    `messages` need only be true to its first 64 bytes.
-    """
-    if not _meta(meta).is_turn:
-        return False
-    if response or not isinstance(messages, bytes) or len(messages) >= 64:
-        return True
-    return messages.translate(None, _BLANK) != b"[]"
-
-
-class _Meta(NamedTuple):
-    """What env_state or meta_json says of a row."""
-
-    is_turn: bool
-    weight_version: int | None
-
-
-def _meta(meta: object) -> _Meta:
-    if not isinstance(meta, bytes) or not meta:
-        return _NO_META
-    # Early writers put the same few bytes into every row.
-    return _cached_meta(meta) if len(meta) <= _SMALL_META else _read_meta(meta)
-
-
-def _read_meta(meta: bytes) -> _Meta:
-    facts = _parse_meta(meta)
-    if not facts:
-        return _NO_META
-    event = facts.get("event_type")
-    is_turn = not (
-        (isinstance(event, str) and event in _SUMMARIES)
-        or facts.get("synthetic_stop")
-        or (event == "gateway_inference" and _is_failure(facts.get("status_code")))
-    )
-    return _Meta(is_turn, _weight_version(facts.get("weight_version")))
-
-
-_cached_meta = lru_cache(maxsize=64)(_read_meta)
-_NO_META: Final = _Meta(True, None)
-
-
-def _is_failure(status: object) -> bool:
-    if isinstance(status, str) and status.isascii() and status.isdigit() and len(status) <= 9:
-        status = int(status)
-    return isinstance(status, int | float) and status >= 400
-
-
-def choose(rows: Iterable[StepRow]) -> StepRow | None:
-    """Return the row that an environment's sample is made of, None where none is usable.
-
-    `rows` are the trajectory rows of the job in one session. Of several completed ones the highest
-    id; without a completed one the highest terminal or truncated one.
-    """
-    completed: StepRow | None = None
-    ended: StepRow | None = None
-    for row in rows:
-        if row.is_completed:
-            if completed is None or row.pk > completed.pk:
-                completed = row
-        elif (row.is_terminal or row.is_truncated) and (ended is None or row.pk > ended.pk):
-            ended = row
-    return completed or ended
-
-
-def samples_of(rows: Sequence[StepRow]) -> tuple[StepRow, ...]:
-    """Return the rows that become samples with `samples = steps`: the last one is the chosen one.
-
-    After the last completed row before the chosen one (that was an earlier run), up to the chosen
-    one, of its llm_model, by id. `rows` as for `choose`; () where none is usable.
-    """
-    chosen = choose(rows)
-    if chosen is None:
-        return ()
-    start = max((row.pk for row in rows if row.is_completed and row.pk < chosen.pk), default=0)
-    own = [row for row in rows if start < row.pk <= chosen.pk and row.llm_model == chosen.llm_model]
-    return tuple(sorted(own, key=lambda row: row.pk))
-
-
-def _parse_meta(meta: bytes) -> dict[str, Any] | None:
-    """Return the object in env_state or meta_json, None where there is none that can be read."""
-    try:
-        facts = orjson.loads(meta)
-    except orjson.JSONDecodeError:
-        # Writers dump state with NaN and lone surrogates in it; what we need of it is still good.
-        try:
-            facts = json.loads(meta.decode("utf-8", "replace"))
-        except (ValueError, RecursionError):
-            return None
-    return facts if isinstance(facts, dict) else None
-
-
-def _weight_version(version: object) -> int | None:
-    """Return the policy that made a row: an integer from 0 to 2^63-1, or a string of one."""
-    if isinstance(version, str) and version.isascii() and version.isdigit():
-        # The bound keeps int() from refusing thousands of digits.
-        version = int(version) if len(version) <= 4000 else None
-    if isinstance(version, int) and not isinstance(version, bool) and 0 <= version <= _MAX_VERSION:
-        return version
-    return None
-
-
-# ---- rows to lines ----------------------------------------------------------------------------
 
 
 def encode(
@@ -234,7 +105,7 @@ def _sample(row: StepRow, reward: float, reward_source: str, max_sample_bytes: i
     env_id, group_id, session_id, job_id, env_name, llm_model = _texts(row)
     environment, pk, step_id, step_reward = row.environment, row.pk, row.step_id, row.step_reward
     truncated = bool(row.is_truncated)
-    version = _meta(row.meta).weight_version
+    version = weight_version(row.meta)
     head = orjson.dumps({"uid": f"{env_id}:{pk}", "instance_id": group_id or env_id})
     tail = orjson.dumps(
         {
@@ -447,95 +318,3 @@ def _is_too_deep(value: dict[str, Any] | list[Any]) -> bool:
 
 def _children(value: Any) -> Iterable[Any]:
     return value.values() if type(value) is dict else value if type(value) is list else ()
-
-
-# ---- lines to batches, and back ---------------------------------------------------------------
-
-
-def build_batch(seq: int, samples: Iterable[Sample]) -> tuple[BatchName, bytes]:
-    """Return the name and the bytes of a batch: by environment, then step_pk. Never empty."""
-    ordered = sorted(samples, key=lambda sample: (sample.environment, sample.step_pk))
-    assert ordered, "an empty batch is never published"
-    data = b"".join([sample.line for sample in ordered])
-    versions = [s.weight_version for s in ordered if s.weight_version is not None] or [0]
-    name = BatchName(
-        seq=seq,
-        samples=len(ordered),
-        lo=min(versions),
-        hi=max(versions),
-        digest=hashlib.sha256(data).hexdigest()[:12],
-    )
-    return name, data
-
-
-def environment_refs(data: bytes) -> list[Ref]:
-    """Return, line by line, which environment each sample of a batch is of.
-
-    Reads the end of each line only. Does not check the messages: the digest in the name does.
-    Raises BatchCorrupt where a line is no sample.
-    """
-    if not data.endswith(b"\n"):
-        raise BatchCorrupt("a batch ends with a newline, this one does not")
-    refs = []
-    start, number = 0, 1
-    while start < len(data):
-        end = data.index(b"\n", start)
-        try:
-            refs.append(_ref(data, start, end))
-        except (ValueError, KeyError, TypeError) as error:
-            raise BatchCorrupt(f"line {number} is no sample") from error
-        start, number = end + 1, number + 1
-    return refs
-
-
-def _ref(data: bytes, start: int, end: int) -> Ref:
-    # Exact: in a string the quote would be escaped, and what follows must be one object and the
-    # line's last brace, so this is the key of the line itself and not of something inside it.
-    at = data.rfind(_TAIL, start, end)
-    if at >= 0 and data[end - 1] == 0x7D:
-        reward_at = data.rfind(_REWARD, start, at)
-        try:
-            reward = float(data[reward_at + len(_REWARD) : at]) if reward_at >= 0 else None
-            facts = orjson.loads(data[at + len(_TAIL) - 1 : end - 1])
-        except ValueError:
-            facts = reward = None
-        if reward is not None:
-            return _checked_ref(facts, reward)
-    whole = orjson.loads(data[start:end])
-    return _checked_ref(whole["extra_info"], whole["reward"])
-
-
-def _checked_ref(facts: dict[str, Any], reward: float) -> Ref:
-    ref = Ref(
-        facts["environment"],
-        facts["env_id"],
-        facts["group_id"],
-        facts["job_id"],
-        facts["step_pk"],
-        facts["weight_version"],
-        float(reward),
-    )
-    if not all(map(isinstance, ref, _REF_TYPES)) or ref.environment < 1:
-        raise ValueError("a value of the wrong type")
-    return ref
-
-
-_REF_TYPES: Final = (int, str, str, str, int, int, float)
-
-
-def parse_samples(data: bytes) -> list[dict[str, Any]]:
-    """Return the samples of a batch, integers of any size exact. Raises BatchCorrupt."""
-    lines = data.split(b"\n")
-    if lines.pop():
-        raise BatchCorrupt("a batch ends with a newline, this one does not")
-    samples = []
-    for number, line in enumerate(lines, 1):
-        exact = _LONG_NUMBER in line.translate(_DIGITS)
-        try:
-            sample = json.loads(line.decode()) if exact else orjson.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise BatchCorrupt(f"line {number} is no sample: {error}") from error
-        if not isinstance(sample, dict):
-            raise BatchCorrupt(f"line {number} is no sample: not an object")
-        samples.append(sample)
-    return samples
