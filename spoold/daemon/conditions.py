@@ -24,7 +24,7 @@ class _Condition:
 
 
 class Conditions:
-    """The reasons that hold now, each with when it began.
+    """The reasons that hold now, each with when it began. `changes` counts beginnings and ends.
 
     A severe one is logged as a warning when it begins, again after one minute, two, four, …, and
     when it ends. The others are only shown by status.
@@ -33,6 +33,7 @@ class Conditions:
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
         self._holding: dict[str, _Condition] = {}
+        self.changes = 0
 
     def begin(self, code: str, text: str, remedy: str = "", *, now: float) -> None:
         """Note that a reason holds; `text` may change while it does."""
@@ -42,6 +43,9 @@ class Conditions:
         if held is None:
             held = _Condition(reason, now, now)
             self._holding[code] = held
+            self.changes += 1
+        elif held.reason != reason:
+            self.changes += 1
         held.reason = reason
         if now >= held.remind_at:
             elapsed = now - held.began
@@ -55,6 +59,7 @@ class Conditions:
         for code in codes:
             held = self._holding.pop(code, None)
             if held is not None:
+                self.changes += 1
                 level = logging.INFO if code in SEVERE else logging.DEBUG
                 fields = {"reason": code, "for": round(now - held.began)}
                 log.log(level, "waiting over", extra={"fields": fields})

@@ -20,9 +20,9 @@ __all__ = ["Looking"]
 
 log = logging.getLogger("spoold.daemon")
 
-# A hint may come before the commit that it tells of is visible: look again after 1, 2, 4 … ms.
-FIRST_PEEK_SECONDS: Final = 0.001
-LAST_PEEK_SECONDS: Final = 0.128
+# A hint may come before the commit that it tells of is visible, and a look that finds one commit
+# may have used up the hint of the next: look again, until nothing new was seen for so long.
+PEEK_SECONDS: Final = (0.001, 0.003, 0.009, 0.027, 0.081)
 
 
 class Looking:
@@ -42,7 +42,7 @@ class Looking:
         self._reconcile: Iterator[Look] | None = None
         self._reconcile_at = 0.0
         self._look_at = 0.0
-        self._peek_seconds = 0.0
+        self._peeks: Iterator[float] = iter(())
         # Until it is known which groups are closed nothing else is looked at.
         self._learning_groups = False
 
@@ -65,7 +65,7 @@ class Looking:
     def hint(self) -> None:
         """Take in a hint that the source changed."""
         self._look_at = 0.0
-        self._peek_seconds = FIRST_PEEK_SECONDS
+        self._peeks = iter(PEEK_SECONDS)
 
     def due_at(self) -> float:
         """Return when there is something to do; 0 while a reconcile is under way."""
@@ -149,24 +149,21 @@ class Looking:
         if self.source.changed():
             self._verify(inventory.latest(), inventory)
             look = self.source.look(inventory.skip)
-            self._peek_seconds = 0.0
+            self._peeks = iter(PEEK_SECONDS)
             if look.went_back:
                 log.warning("source went back", extra={"fields": {"url": self.source.url}})
                 self._verify(inventory.remembered(), inventory)
                 self._begin(inventory, now, with_groups=True)
             else:
                 yield look
-        if 0.0 < self._peek_seconds <= LAST_PEEK_SECONDS:
-            self._look_at = now + self._peek_seconds
-            self._peek_seconds *= 2
-        else:
-            self._look_at = now + self.settings.scan_seconds
+        self._look_at = now + next(self._peeks, self.settings.scan_seconds)
 
     def _verify(self, remembered: Mapping[int, str], inventory: Inventory) -> None:
         self.source.verify(remembered, inventory.highest_environment)
 
     def _begin(self, inventory: Inventory, now: float, *, with_groups: bool) -> None:
         inventory.undelivered = False
+        inventory.merge()
         self._reconcile = self._everything(inventory, with_groups and self.settings.group_size > 0)
         self._reconcile_at = now + self.settings.rescan_seconds
 

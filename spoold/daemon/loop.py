@@ -58,7 +58,7 @@ class Daemon:
         self._overdue = Overdue(seconds=settings.missing_row_seconds)
         self._started = wall()
         self._status_at = 0.0
-        self._status: statusfile.Status | None = None
+        self._told: tuple[object, ...] = ()
         self._status_is_old = False
         self._host = os.uname().nodename
 
@@ -108,7 +108,7 @@ class Daemon:
             self.delivery.finish(self.looking.source.job, self.clock())
             self.delivery.close()
             self.numbers.give_back()
-            self._write_status("stopped", self.clock(), force=True)
+            self._write_status("stopped", self.clock())
         except SpoolWriteError as error:
             log.warning("stopping", extra={"fields": {"failed": str(error)}})
         counts = self.delivery.counts
@@ -152,7 +152,7 @@ class Daemon:
         except SpoolWriteError as error:
             self._write_failed(error, now)
         state = "held" if self._is_held() else "delivering" if len(self.plan) else "waiting"
-        self._write_status(state, now)
+        self._tell(state, now)
         return self._pause(self.clock())
 
     def _step(self, now: float) -> None:
@@ -207,7 +207,6 @@ class Daemon:
         self.inventory.refresh(now=now)
         if self._requeue.tend(self.inventory, now):
             self.inventory.refresh(now=now)
-        self.inventory.merge()
 
     def _may_read(self, now: float) -> bool:
         """Whether anything may be published; the conditions say why not."""
@@ -378,15 +377,30 @@ class Daemon:
 
     # --- status ----------------------------------------------------------------------------------
 
-    def _write_status(self, state: str, now: float, *, force: bool = False) -> None:
+    def _tell(self, state: str, now: float) -> None:
         """Write status.json when something in it changed, at most once a second."""
-        report = self._report(state, now)
-        self._status_is_old = force or report != self._status
-        if not self._status_is_old or (now < self._status_at and not force):
-            return
+        counts, inventory = self.delivery.counts, self.inventory
+        facts = (
+            state,
+            counts.batches,
+            counts.latest_note,
+            inventory.pending_batches,
+            inventory.delivered,
+            inventory.note_count,
+            len(self.plan),
+            self.looking.running,
+            len(self._overdue),
+            self.conditions.changes,
+        )
+        self._status_is_old = self._status_is_old or facts != self._told
+        self._told = facts
+        if self._status_is_old and now >= self._status_at:
+            self._write_status(state, now)
+
+    def _write_status(self, state: str, now: float) -> None:
         self._status_is_old = False
-        self._status = report
         self._status_at = now + STATUS_SECONDS
+        report = self._report(state, now)
         try:
             statusfile.write(self.run, statusfile.stamped(report, self.wall()))
         except (SpoolWriteError, OSError) as error:
