@@ -125,6 +125,7 @@ class Looking:
             yield from self._look(inventory, now)
         if self._reconcile is None and (now >= self._reconcile_at or inventory.undelivered):
             self._verify(inventory.remembered(), inventory)
+            inventory.merge()
             self._begin(inventory, now, with_groups=inventory.undelivered)
         if self._reconcile is not None:
             look = next(self._reconcile, None)
@@ -163,7 +164,6 @@ class Looking:
 
     def _begin(self, inventory: Inventory, now: float, *, with_groups: bool) -> None:
         inventory.undelivered = False
-        inventory.merge()
         self._reconcile = self._everything(inventory, with_groups and self.settings.group_size > 0)
         self._reconcile_at = now + self.settings.rescan_seconds
 
