@@ -51,9 +51,11 @@ __all__ = [
     "RunDir",
     "State",
     "batch_id_of",
+    "is_batch_id",
     "is_name",
     "parse_seq",
     "parse_step_folder",
+    "plain_name",
     "precedence",
     "seq_name",
     "step_folder",
@@ -74,6 +76,7 @@ _BATCH = re.compile(
     r"-w(?P<lo>0|[1-9][0-9]{0,18})\.(?P<hi>0|[1-9][0-9]{0,18})-(?P<digest>[0-9a-f]{12}))"
     r"(?:\.try(?P<attempt>[0-9]{2,6}))?\.jsonl"
 )
+_SUFFIX: Final = ".jsonl"
 _NOTE = re.compile(r"env-(?P<id>[1-9][0-9]{0,18})\.(?P<reason>[a-z0-9]+(?:-[a-z0-9]+)*)\.json")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}")
 _STEP = re.compile(r"step-([0-9]{9,18})")
@@ -166,6 +169,16 @@ def batch_id_of(file_name: str) -> str | None:
     if len(found["seq"]) > 9 and found["seq"][0] == "0":
         return None
     return found["id"]
+
+
+def plain_name(batch_id: str) -> str:
+    """Return the file name of a batch that was handed out once at most."""
+    return f"{batch_id}{_SUFFIX}"
+
+
+def is_batch_id(text: str) -> bool:
+    """Whether `text` is a batch id, which is also the name of a ledger entry."""
+    return batch_id_of(f"{text}{_SUFFIX}") == text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

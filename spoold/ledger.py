@@ -13,7 +13,7 @@ import binascii
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import orjson
 from pyroaring import BitMap64
@@ -33,8 +33,7 @@ REMEMBERED: Final = 1000
 _MERGED = re.compile(r"merged-([0-9]{1,9})")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """What one acknowledged batch delivered: ids in order, and the env_id of the highest."""
 
     environments: tuple[int, ...]
@@ -73,7 +72,8 @@ def parse_entry(data: bytes) -> Entry:
         isinstance(environments, list)
         and environments
         and isinstance(env_id, str)
-        and all(type(number) is int and number > 0 for number in environments)
+        and set(map(type, environments)) == {int}
+        and min(environments) > 0
     ):
         raise ValueError("not a ledger entry")
     return Entry(tuple(environments), env_id)

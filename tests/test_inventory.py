@@ -189,6 +189,30 @@ class TestTwoFiles:
         assert tree(run) == [f"acked/{name.file_name}", f"{DUPLICATE.path}/{name.file_name}"]
         assert entries(run) == [name.id]
 
+    @pytest.mark.parametrize("restarted", [True, False])
+    def test_of_two_in_acked_one_stays(self, run: RunDir, restarted: bool) -> None:
+        name = put_batch(run, 1, [1], STEP)
+        inventory = loaded(run)
+        shutil.copy(run.file(STEP, name.file_name), run.file(ACKED, name.file_name))
+        if restarted:
+            inventory = loaded(run)
+        settle(inventory)
+        assert len(tree(run, "acked")) == 1
+        assert tree(run, "rejected") == [f"{DUPLICATE.path}/{name.file_name}"]
+        assert entries(run) == [name.id]
+
+    def test_a_copy_of_an_acked_batch_in_pending_is_set_aside_after_a_restart(
+        self, run: RunDir
+    ) -> None:
+        name = put_batch(run, 1, [1], STEP)
+        loaded(run)
+        put_batch(run, 1, [1], PENDING)
+        loaded(run)
+        assert tree(run) == sorted(
+            [f"{STEP.path}/{name.file_name}", f"{DUPLICATE.path}/{name.file_name}"]
+        )
+        assert entries(run) == [name.id]
+
     def test_a_copy_replaces_an_older_copy_in_duplicate(self, run: RunDir) -> None:
         name = put_batch(run, 1, [1], ACKED)
         put_batch(run, 1, [1], DUPLICATE)

@@ -77,6 +77,7 @@ class Daemon:
         setup.read_source(run)
         self.inventory = Inventory(run)
         self.inventory.load()
+        self._refresh_at = self.clock() + settings.scan_seconds
         self._requeue = Requeue(
             run,
             requeue_seconds=settings.requeue_seconds,

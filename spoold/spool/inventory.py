@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -26,6 +25,7 @@ from spoold.layout import (
     RunDir,
     State,
     batch_id_of,
+    plain_name,
     precedence,
 )
 from spoold.ledger import Entry, Ledger
@@ -101,9 +101,9 @@ class Inventory:
     @property
     def highest_seq(self) -> int:
         """The greatest number that any batch file or ledger entry bears."""
-        names = [name for shelf in self.shelves.by_place.values() for name in shelf.names]
-        ids = [*filter(None, map(batch_id_of, names)), *self.ledger.batches]
-        return max((int(batch_id.partition("-")[0]) for batch_id in ids), default=0)
+        names = [self.ledger.batches, *(shelf.names for shelf in self.shelves.by_place.values())]
+        numbers = (name.partition("-")[0] for some in names for name in some)
+        return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
     @property
     def highest_environment(self) -> int:
@@ -117,10 +117,6 @@ class Inventory:
     def latest(self) -> dict[int, str]:
         """Return the few of them that were remembered last, for a check that costs nothing."""
         return dict(islice(reversed(self.ledger.remembered.items()), LATEST))
-
-    def batches(self) -> Iterable[tuple[Place, str]]:
-        """Return where each batch lies, and its file name."""
-        return ((held.place, held.file_name) for held in self._held.values())
 
     # --- what changes it -------------------------------------------------------------------------
 
@@ -139,7 +135,8 @@ class Inventory:
         one batch id one is left, and what fails its digest lies in rejected/corrupt/. A batch that
         two passes miss is missing: without an entry its environments are to come again.
         """
-        this = self.shelves.go_through(everything=everything or bool(self._absent))
+        everything = everything or bool(self._absent)
+        this = self.shelves.go_through(everything=everything, settled=self.ledger.batches)
         self.unreadable = list(this.unreadable)
         for batch_id in this.vanished:
             self._todo.setdefault(batch_id, [])
@@ -186,6 +183,9 @@ class Inventory:
         if self._absent or self._todo or self.unreadable:
             return 0
         gone = self.ledger.batches - self._held.keys()
+        for place, shelf in self.shelves.by_place.items():
+            if place.state is State.ACKED:
+                gone.difference_update(filter(None, map(batch_id_of, shelf.names)))
         if len(gone) < least:
             return 0
         ledgerdir.merge(self.run, self.ledger, gone)
@@ -203,6 +203,9 @@ class Inventory:
             positions = dict.fromkeys(w for w in where if self.shelves.has(*w))
             if held is not None and self.shelves.has(held.place, held.file_name):
                 positions.setdefault((held.place, held.file_name))
+            elif batch_id in self.ledger.batches:
+                name = plain_name(batch_id)
+                positions |= {(p, name): None for p in self.shelves.acked_places(name)}
             place = self._only_one(batch_id, list(positions))
             if place is None:
                 if batch_id in self._held:
@@ -216,7 +219,7 @@ class Inventory:
             ledgerdir.write(self.run, entries)
             for batch_id, entry in sorted(entries):
                 self.ledger.add(batch_id, entry)
-                self._held[batch_id].entry = None
+                self._settle(batch_id)
         if withdrawn:
             ledgerdir.withdraw(self.run, withdrawn)
             self.ledger.withdraw(withdrawn)
@@ -277,14 +280,23 @@ class Inventory:
             else:
                 log.debug("batch found", extra={"fields": fields})
         self._count_pending(held, place, size)
-        self._held[batch_id] = Held(place, file_name, size, None if settled else entry)
+        self._held[batch_id] = Held(place, file_name, size, entry)
         if settled or entry is None:
+            self._settle(batch_id)
             return True
         if place.state is State.ACKED:
             entries.append((batch_id, entry))
         elif in_ledger:
             withdrawn.append(batch_id)
         return True
+
+    def _settle(self, batch_id: str) -> None:
+        """Keep no more of a batch in acked/ than its name in the listing and in the ledger."""
+        if self._held[batch_id].file_name == plain_name(batch_id):
+            self.shelves.settle(plain_name(batch_id))
+            del self._held[batch_id]
+        else:
+            self._held[batch_id].entry = None
 
     def _count_pending(self, held: Held | None, place: Place, size: int) -> None:
         if held is not None and held.place.state is State.PENDING:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from spoold import fs
 from spoold.errors import SpoolError
-from spoold.layout import RunDir, State, batch_id_of
+from spoold.layout import RunDir, State, is_batch_id
 from spoold.ledger import (
     Entry,
     Ledger,
@@ -34,22 +34,18 @@ def load(run: RunDir) -> Ledger:
     fs.sync_dir(run.ledger)
     ledger = Ledger()
     names = sorted(fs.scan(run.ledger).files)
+    merged = {name: number for name in names if (number := parse_merged_name(name)) is not None}
+    for name, data in fs.read_each(run.ledger, merged):
+        try:
+            ledger.add_merged(merged[name], parse_merged(data))
+        except ValueError as error:
+            raise _unreadable(run, name) from error
     torn: list[str] = []
-    for name in names:
-        number = parse_merged_name(name)
-        if number is not None:
-            try:
-                ledger.add_merged(number, parse_merged(fs.read(f"{run.ledger}/{name}")))
-            except ValueError as error:
-                raise _unreadable(run, name) from error
-    for name in names:
-        if batch_id_of(f"{name}.jsonl") == name:
-            try:
-                entry = parse_entry(fs.read(f"{run.ledger}/{name}"))
-            except ValueError:
-                torn.append(name)
-            else:
-                ledger.add(name, entry)
+    for name, data in fs.read_each(run.ledger, filter(is_batch_id, names)):
+        try:
+            ledger.add(name, parse_entry(data))
+        except ValueError:
+            torn.append(name)
     if torn:
         _drop_torn(run, torn)
     return ledger

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Final
 
 from spoold import fs
 from spoold.errors import SpoolWriteError
-from spoold.layout import LOCK_NAME, NoteName, Place, RunDir, State, batch_id_of
+from spoold.layout import LOCK_NAME, NoteName, Place, RunDir, State, batch_id_of, plain_name
 
 __all__ = ["Pass", "Shelf", "Shelves"]
 
@@ -44,6 +45,7 @@ class Pass:
     notes_changed: bool = False
     still: bool = True
     unreadable: list[SpoolWriteError] = field(default_factory=list)
+    settled: Container[str] = frozenset()
 
 
 class Shelves:
@@ -56,6 +58,7 @@ class Shelves:
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self.by_place: dict[Place, Shelf] = {}
+        self._settled: set[str] = set()
 
     def has(self, place: Place, file_name: str) -> bool:
         """Whether the last listing of a folder had this name."""
@@ -91,9 +94,28 @@ class Shelves:
                 except FileNotFoundError:
                     continue
 
-    def go_through(self, *, everything: bool = False) -> Pass:
-        """Look at every folder; list those that changed, or all of them."""
+    def settle(self, file_name: str) -> None:
+        """Take in that a file in acked/ is where it belongs."""
+        self._settled.add(file_name)
+
+    def acked_places(self, file_name: str) -> list[Place]:
+        """Return the places in acked/ that have this name."""
+        return [
+            place
+            for place, shelf in self.by_place.items()
+            if place.state is State.ACKED and file_name in shelf.names
+        ]
+
+    def go_through(
+        self, *, everything: bool = False, settled: Container[str] = frozenset()
+    ) -> Pass:
+        """Look at every folder; list those that changed, or all of them.
+
+        What appears in acked/ under the plain name of a `settled` batch id is passed over: a
+        hundred thousand files that are where they belong cost a look at their names.
+        """
         this = Pass()
+        this.settled = settled
         before = set(self.by_place)
         seen: set[Place] = set()
         for state in State:
@@ -152,7 +174,13 @@ class Shelves:
         shelf.folders = () if place.folder else tuple(sorted(listing.folders))
         new = names - shelf.names
         strange = []
+        acked = place.state is State.ACKED
         for name in new:
+            # A name that another folder of acked/ has, too, is not passed over.
+            plain = acked and name[:-6] in this.settled and name == plain_name(name[:-6])
+            if plain and name not in self._settled:
+                self._settled.add(name)
+                continue
             batch_id = batch_id_of(name)
             if batch_id is None:
                 strange.append(name)
@@ -170,6 +198,8 @@ class Shelves:
     def _take_out(self, shelf: Shelf, names: set[str], this: Pass) -> None:
         if shelf.place == Place(State.REJECTED) and names:
             this.notes_changed = True
+        if shelf.place.state is State.ACKED:
+            self._settled -= names
         if shelf.place.counts:
             ids = map(batch_id_of, names)
             this.vanished.update(batch_id for batch_id in ids if batch_id is not None)
