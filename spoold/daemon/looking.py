@@ -22,7 +22,7 @@ log = logging.getLogger("spoold.daemon")
 
 # A hint may come before the commit that it tells of is visible, and a look that finds one commit
 # may have used up the hint of the next: look again, until nothing new was seen for so long.
-PEEK_SECONDS: Final = (0.001, 0.003, 0.009, 0.027, 0.081)
+PEEK_SECONDS: Final = (0.001, 0.006, 0.036, 0.2)
 
 
 class Looking:
