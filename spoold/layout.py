@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 __all__ = [
@@ -117,7 +117,11 @@ MOVES: Final[dict[Move, tuple[frozenset[State], State]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchName:
-    """A batch file's name, taken apart. `attempt` is 1 where there is no `.try`."""
+    """A batch file's name, taken apart. `attempt` is 1 where there is no `.try`.
+
+    `id` is the batch id, the same for every attempt; `file_name` the name on disk. Both are made
+    once, because they are asked for a dozen times in the life of a batch.
+    """
 
     seq: int
     samples: int
@@ -125,17 +129,14 @@ class BatchName:
     hi: int
     digest: str
     attempt: int = 1
+    id: str = field(init=False, repr=False, compare=False)
+    file_name: str = field(init=False, repr=False, compare=False)
 
-    @property
-    def id(self) -> str:
-        """The batch id: the same for every attempt."""
-        return f"{self.seq:09d}-n{self.samples}-w{self.lo}.{self.hi}-{self.digest}"
-
-    @property
-    def file_name(self) -> str:
-        """The name on disk."""
+    def __post_init__(self) -> None:
+        batch_id = f"{self.seq:09d}-n{self.samples}-w{self.lo}.{self.hi}-{self.digest}"
         tried = f".try{self.attempt:02d}" if self.attempt > 1 else ""
-        return f"{self.id}{tried}.jsonl"
+        object.__setattr__(self, "id", batch_id)
+        object.__setattr__(self, "file_name", f"{batch_id}{tried}{_SUFFIX}")
 
     def next_attempt(self) -> BatchName:
         """Return the name under which the batch is handed out once more."""
@@ -210,11 +211,12 @@ class Place:
 
     state: State
     folder: str = ""
+    path: str = field(init=False, repr=False, compare=False)
+    """Relative to the run directory."""
 
-    @property
-    def path(self) -> str:
-        """Relative to the run directory."""
-        return f"{self.state.value}/{self.folder}" if self.folder else self.state.value
+    def __post_init__(self) -> None:
+        path = f"{self.state.value}/{self.folder}" if self.folder else self.state.value
+        object.__setattr__(self, "path", path)
 
     @property
     def counts(self) -> bool:
