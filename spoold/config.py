@@ -119,6 +119,10 @@ class Settings(BaseModel):
     max_attempts: _CountOrZero = Field(
         default=0, description="Reject a batch after this many tries; 0: never."
     )
+    keep_steps: _CountOrZero | None = Field(
+        default=None,
+        description="Prune batches acked more than this many steps ago; default: keep all.",
+    )
     null_reward: NullReward = Field(
         default=NullReward.FALLBACK,
         description="What becomes of an environment whose reward is null.",

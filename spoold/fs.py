@@ -29,6 +29,7 @@ __all__ = [
     "Lock",
     "failed",
     "free_bytes",
+    "holder_is_gone",
     "holder_of",
     "lock_is_held",
     "make_dirs",
@@ -39,6 +40,7 @@ __all__ = [
     "read",
     "read_each",
     "remove",
+    "remove_dir",
     "rename_noreplace",
     "rename_over",
     "scan",
@@ -205,11 +207,12 @@ def move(old: str, new: str) -> None:
     """Rename without replacing; durable when it returns: destination synced, then source."""
     rename_noreplace(old, new)
     try:
-        target = os.path.dirname(new)
-        sync_dir(target)
-        source = os.path.dirname(old)
+        target, source = os.path.dirname(new), os.path.dirname(old)
+        # RACE: a folder that is gone was empty: the file was moved on from it by somebody who has
+        # synced that, and with the folder that the file came from its name there is gone.
+        with contextlib.suppress(FileNotFoundError):
+            sync_dir(target)
         if source != target:
-            # RACE: the folder that the file came from may be removed by now, and its name with it.
             with contextlib.suppress(FileNotFoundError):
                 sync_dir(source)
     except SpoolWriteError as error:
@@ -256,6 +259,20 @@ def remove(path: str) -> None:
     """Unlink a file; fine when it is gone already. Syncs nothing."""
     with _doing("remove", path), contextlib.suppress(FileNotFoundError):
         os.unlink(path)
+
+
+def remove_dir(path: str) -> bool:
+    """Remove a directory if nothing is in it. Returns whether it is gone. Syncs nothing."""
+    with _doing("remove", path):
+        try:
+            os.rmdir(path)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
+            raise
+    return True
 
 
 def rename_over(old: str, new: str) -> None:
@@ -469,8 +486,23 @@ def lock_is_held(path: str) -> bool | None:
 
 def holder_of(path: str) -> str:
     """Return who last wrote a lock file, in words ("" where nothing is known)."""
+    holder = _holder(path)
+    return "" if holder is None else f"pid {holder[0]} on {holder[1]}"
+
+
+def holder_is_gone(path: str) -> bool:
+    """Whether the process that last wrote a lock file ran on this host and runs no more."""
+    holder = _holder(path)
+    return (
+        holder is not None
+        and holder[1] == os.uname().nodename
+        and not os.path.exists(f"/proc/{holder[0]}")
+    )
+
+
+def _holder(path: str) -> tuple[int, str] | None:
     try:
         facts = json.loads(read(path))
-        return f"pid {facts['pid']} on {facts['host']}"
+        return int(facts["pid"]), str(facts["host"])
     except (SpoolWriteError, OSError, ValueError, KeyError, TypeError):
-        return ""
+        return None

@@ -238,6 +238,7 @@ def test_rewind_puts_later_steps_back_and_nothing_else(run: Path, capsys: Capsys
         ["reject", "1", "--reason", "oom"],
         ["requeue", "1"],
         ["rewind", "--step", "1"],
+        ["prune"],
         ["status"],
         ["ls"],
         ["show", "1"],

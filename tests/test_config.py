@@ -39,6 +39,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "missing_row_seconds": 600,
         "requeue_seconds": 60,
         "max_attempts": 0,
+        "keep_steps": None,
         "null_reward": NullReward.FALLBACK,
         "on_replaced": OnReplaced.RETIRE,
     }

@@ -34,6 +34,7 @@ COMMANDS: Final = {
     "reject": "move",
     "requeue": "move",
     "rewind": "move",
+    "prune": "prune",
 }
 _EX_SIGINT: Final = 130
 _EX_SIGPIPE: Final = 141

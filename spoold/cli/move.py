@@ -22,14 +22,15 @@ from spoold.spool import moves
 from spoold.spool.moves import Found
 from spoold.spool.overview import open_run_dir
 
-__all__ = ["ack", "claim", "reject", "release", "requeue", "rewind"]
+__all__ = ["ack", "claim", "open_whole", "reject", "release", "requeue", "rewind", "step_type"]
 
 _PAUSE_SECONDS: Final = 1.0
 _batch_argument = click.argument("batch")
-_step = click.IntRange(min=0, max=10**18 - 1)
+step_type: Final = click.IntRange(min=0, max=10**18 - 1)
 
 
-def _open(path: str) -> RunDir:
+def open_whole(path: str) -> RunDir:
+    """Return the run directory at `path`. ConfigError where it lacks one of its folders."""
     run = open_run_dir(path)
     for state in State:
         if not os.path.isdir(run.of(Place(state))):
@@ -57,7 +58,7 @@ def claim(run_dir: str, timeout_seconds: float) -> None:
     It lies directly in inflight/ then: no lock guards it, and only a person (or a script) acks it
     or puts it back. Exits 75 when nothing is there.
     """
-    run = _open(run_dir)
+    run = open_whole(run_dir)
     found = _claim_oldest(run)
     if found is None and timeout_seconds > 0:
         found = _wait_and_claim(run, timeout_seconds)
@@ -107,11 +108,11 @@ def _wait_and_claim(run: RunDir, timeout_seconds: float) -> Found | None:
 @click.command()
 @run_dir_argument
 @_batch_argument
-@click.option("--step", type=_step, help="The trainer step, for a later rewind.")
+@click.option("--step", type=step_type, help="The trainer step, for a later rewind.")
 @debug_option
 def ack(run_dir: str, batch: str, step: int | None) -> None:
     """Acknowledge a claimed batch: inflight/ to acked/, durably."""
-    run = _open(run_dir)
+    run = open_whole(run_dir)
     _move(run, batch, lambda found: moves.ack(run, found, step), there=State.ACKED)
 
 
@@ -121,7 +122,7 @@ def ack(run_dir: str, batch: str, step: int | None) -> None:
 @debug_option
 def release(run_dir: str, batch: str) -> None:
     """Give a claimed batch back: inflight/ to pending/, under the same name."""
-    run = _open(run_dir)
+    run = open_whole(run_dir)
     _move(run, batch, lambda found: moves.release(run, found), there=State.PENDING)
 
 
@@ -132,7 +133,7 @@ def release(run_dir: str, batch: str) -> None:
 @debug_option
 def reject(run_dir: str, batch: str, reason: str) -> None:
     """Refuse a batch, wherever it lies: to rejected/SLUG/, never handed out again."""
-    run = _open(run_dir)
+    run = open_whole(run_dir)
     _move(run, batch, lambda found: moves.reject(run, found, reason), there=State.REJECTED)
 
 
@@ -142,7 +143,7 @@ def reject(run_dir: str, batch: str, reason: str) -> None:
 @debug_option
 def requeue(run_dir: str, batch: str) -> None:
     """Put a batch whose consumer is gone back into pending/, as its next try."""
-    run = _open(run_dir)
+    run = open_whole(run_dir)
     found = moves.locate(run, batch)
     consumer = found.place.folder if found.place.state is State.INFLIGHT else ""
     if consumer and fs.lock_is_held(run.consumer_lock(consumer)):
@@ -152,7 +153,12 @@ def requeue(run_dir: str, batch: str) -> None:
 
 @click.command()
 @run_dir_argument
-@click.option("--step", type=_step, required=True, help="The step of the checkpoint loaded.")
+@click.option(
+    "--step",
+    type=click.IntRange(min=-1, max=10**18 - 1),
+    required=True,
+    help="The step of the checkpoint loaded; -1 for none.",
+)
 @debug_option
 def rewind(run_dir: str, step: int) -> None:
     """Put every batch acked with a later step back into pending/.
@@ -160,14 +166,11 @@ def rewind(run_dir: str, step: int) -> None:
     Batches acked without a step, and stale ones, stay. Steps belong to one training run: do this
     while no consumer of it is training.
     """
-    run = _open(run_dir)
+    run = open_whole(run_dir)
     number = 0
-    for found in moves.find(run, State.ACKED):
-        if found.place.step is not None and found.place.step > step:
-            back = moves.rewind(run, found)
-            if back is not None:
-                number += 1
-                click.echo(back.path(run))
+    for back in moves.rewind(run, step):
+        number += 1
+        click.echo(back.path(run))
     say(f"{counted(number, 'batch')} acked after step {step} put back into pending/")
 
 

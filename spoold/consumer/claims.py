@@ -1,10 +1,9 @@
-"""A consumer: holds its name by a lock, hands out its own batches first, then claims the oldest."""
+"""A consumer: hands out its own batches first, then claims the oldest, and waits for the next."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import stat
 import time
@@ -15,8 +14,11 @@ from typing import Final
 
 from spoold import fs
 from spoold.consumer.batch import Batch, fits
+from spoold.consumer.identity import Identity
+from spoold.consumer.names import Names
 from spoold.consumer.reason import why_nothing_comes
-from spoold.errors import ConfigError, ConsumerBusy, ConsumerError
+from spoold.consumer.stale import Stale
+from spoold.errors import BatchLost, ConfigError
 from spoold.layout import (
     CORRUPT,
     MAX_ATTEMPTS_FOLDER,
@@ -25,22 +27,14 @@ from spoold.layout import (
     RunDir,
     State,
     batch_id_of,
-    is_name,
 )
 from spoold.spool import moves
-from spoold.watch import Heard, Hints
+from spoold.watch import Hints
 
 __all__ = ["Consumer"]
 
 _log = logging.getLogger("spoold.consumer")
 
-# Whoever only probes the lock holds it for less than a millisecond.
-BUSY_SECONDS: Final = 5.0
-BUSY_PAUSE_SECONDS: Final = 0.05
-# For how long a listing is believed: an older batch that comes back is claimed this much too late.
-LISTING_SECONDS: Final = 0.1
-# A huge pending/ is listed less often: listing takes a twentieth of the time at most.
-LISTING_SHARE: Final = 20.0
 LOOK_SECONDS: Final = 2.0
 LOOK_WITHOUT_HINTS_SECONDS: Final = 1.0
 LONG_WAIT_SECONDS: Final = 60.0
@@ -57,11 +51,13 @@ class Consumer:
 
     Claim from one thread; `stop` may be called from any thread and from signal handlers. A process
     forked by Python (os.fork, multiprocessing, DataLoader workers) neither keeps nor drops the
-    lock, and cannot use the consumer. One forked by C code that does not exec keeps the lock busy
-    for as long as it lives.
+    lock, and cannot use the consumer; one that execs (subprocess) does not inherit it. One that C
+    code forks without exec keeps the lock busy for as long as it lives, if this process dies before
+    `close`.
 
-    `max_attempts`: a batch found in the own folder that was handed out so often already goes to
-    rejected/attempts/ instead; 0 = never. `stale` counts the batches passed over as too old.
+    `min_weight_version`: batches none of whose samples has at least this weight version go to
+    acked/stale/ instead; may be set anew between two claims. `max_attempts`: a batch found in the
+    own folder that was handed out so often already goes to rejected/attempts/; 0 = never.
     """
 
     def __init__(
@@ -69,36 +65,28 @@ class Consumer:
         run_dir: str | os.PathLike[str],
         name: str = "trainer-0",
         *,
+        min_weight_version: int = 0,
         max_attempts: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not is_name(name):
-            raise ConfigError(
-                f"{name!r} cannot be the name of a consumer",
-                hint="a name is 1 to 48 letters, digits, - and _, and begins with none of the last",
-            )
         if max_attempts < 0:
             raise ConfigError(f"max_attempts is 0 (never reject) or more, not {max_attempts}")
         self.name = name
+        self.min_weight_version = min_weight_version
         self.max_attempts = max_attempts
-        self.stale = 0
         self._run = RunDir(os.path.abspath(run_dir))
-        self._own = Place(State.INFLIGHT, name)
         self._clock = clock
-        self._pid: int | None = None
-        self._lock: fs.Lock | None = None
+        self._identity = Identity(self._run, name, clock=clock, pause=self._pause)
+        self._own = self._identity.place
+        self._names = Names(self._run, self._own, clock=clock)
+        self._stale = Stale()
         self._hints: Hints | None = None
         self._watching = False
-        self._closed = False
         self._stopping = False
-        self._warned_of_unversioned = False
+        self._rewind_to: int | None = None
         self._held: dict[str, Batch] = {}
         self._acked: set[str] = set()
         self._left_over: set[str] = set()
-        # Names that were listed and not tried yet, the next one last; own ones come first.
-        self._own_names: list[str] = []
-        self._pending_names: list[str] = []
-        self._listed_until = -math.inf
 
     @property
     def run(self) -> RunDir:
@@ -109,6 +97,11 @@ class Consumer:
     def held(self) -> tuple[Batch, ...]:
         """The batches handed out and not yet acked, released or rejected."""
         return tuple(self._held.values())
+
+    @property
+    def stale(self) -> int:
+        """How many batches this consumer passed over as too old."""
+        return self._stale.count
 
     def __repr__(self) -> str:
         return f"<Consumer {self.name} of {self._run.root}, {len(self._held)} held>"
@@ -135,70 +128,116 @@ class Consumer:
         while (batch := self.claim(timeout=None)) is not None:
             yield batch
 
-    def claim(self, timeout: float | None = 0.0, *, min_weight_version: int = 0) -> Batch | None:
+    def claim(
+        self, timeout: float | None = 0.0, *, min_weight_version: int | None = None
+    ) -> Batch | None:
         """Return the next batch: own ones first, then the oldest pending. None when none came.
 
         `timeout` in seconds: 0 looks once, None waits for ever. None is also returned at once,
         whatever lies there, after `stop`. A batch that this object holds or has acked is never
-        handed out again.
-
-        A batch none of whose samples has at least `min_weight_version` goes to acked/stale/.
+        handed out again. `min_weight_version`: for this call, instead of the consumer's.
 
         After a power cut a claimed batch may be pending again. Raises ConsumerBusy where another
         process has this name, ConfigError where run_dir is a file, SpoolWriteError where a folder
         or a batch cannot be read.
         """
+        least = self.min_weight_version if min_weight_version is None else min_weight_version
         began = self._clock()
         give_up = None if timeout is None else began + timeout
-        quiet = True
+        speak_at = began + LONG_WAIT_SECONDS
         while True:
             ready = self._is_ready("claim")
             if self._stopping:
                 return None
-            batch = self._next(min_weight_version) if ready else None
+            batch = self._next(least) if ready else None
             if batch is not None:
+                self._stale.ended()
                 return batch
+            self._stale.say_if_all(least)
             now = self._clock()
             if give_up is not None and now >= give_up:
                 return None
-            if quiet and now - began >= LONG_WAIT_SECONDS:
-                quiet = False
-                _log.info("consumer %s waits for a batch: %s", self.name, self.reason())
+            if now >= speak_at:
+                speak_at = now + (now - began)  # after 1 minute, 2, 4, …
+                level = logging.WARNING if self._held else logging.INFO
+                _log.log(level, "consumer %s waits for a batch: %s", self.name, self.reason())
             self._wait(None if give_up is None else give_up - now)
+
+    def collect(
+        self,
+        *,
+        samples: int = 0,
+        groups: int = 0,
+        timeout: float | None = None,
+        min_weight_version: int | None = None,
+    ) -> tuple[Batch, ...] | None:
+        """Claim until at least so many samples, or groups, are in hand; return all that is held.
+
+        One of the two is given. What was in hand before counts too. None when not enough came
+        within `timeout` seconds (None waits for ever), or after `stop`: then what came stays in
+        hand, and the next call goes on from there. Ack it, or release it, all together with
+        `ack_held` or one by one.
+
+        Waits with batches in hand, which nobody else can have meanwhile: after a minute, and then
+        ever more rarely, a warning says how many, and what is waited for. To count groups each
+        batch is read.
+        """
+        if (samples > 0) == (groups > 0):
+            raise ConfigError(f"collect needs samples or groups, not {samples} and {groups}")
+        give_up = None if timeout is None else self._clock() + timeout
+        count = _Count()
+        while True:
+            for batch in self.held:
+                count.add(batch, read=groups > 0)
+            if count.samples(self.held) >= samples and count.groups(self.held) >= groups:
+                return self.held
+            left = None if give_up is None else max(0.0, give_up - self._clock())
+            if self.claim(left, min_weight_version=min_weight_version) is None:
+                return None
+
+    def ack_held(self, step: int | None = None) -> None:
+        """Ack every batch in hand, durably, with one step.
+
+        Where some were moved away all others are acked first; then BatchLost is raised for the
+        first of those. Killed in between, some are acked with this step and some are in flight:
+        after a rewind to a lower step that is as good as none.
+        """
+        lost: BatchLost | None = None
+        for batch in self.held:
+            try:
+                batch.ack(step)
+            except BatchLost as error:
+                lost = lost or error
+        if lost is not None:
+            raise lost
 
     def rewind(self, step: int) -> list[str]:
         """Put back into pending/, durably, what was acked with a greater step; return the ids.
 
-        For a trainer that loaded the checkpoint of `step`, before its first claim. Names and bytes
-        stay; batches acked without a step or passed over as stale stay where they are. Steps are
-        shared by all consumers of a run directory.
+        For a trainer that loaded the checkpoint of `step` (-1: none), before its first claim. Names
+        and bytes stay; batches acked without a step or passed over as stale stay where they are.
+        Steps are shared by all consumers of a run directory. Where that is not there yet, the
+        rewind is made as soon as it is, before anything is claimed, and the answer is empty.
         """
         if isinstance(step, bool) or not isinstance(step, int):
             raise ConfigError(f"a step is an integer, not {step!r}")
-        if not self._is_ready("rewind"):
-            return []
-        rewound = []
-        for found in self._acked_after(step):
-            if moves.rewind(self._run, found) is not None:
-                self._acked.discard(found.name.id)
-                rewound.append(found.name.id)
-        self._listed_until = -math.inf
-        if rewound:
-            _log.info("rewound to step %d: %d batches are pending again", step, len(rewound))
-        return rewound
+        self._rewind_to = step
+        return self._rewind() if self._is_ready("rewind") else []
 
     def reason(self) -> str:
         """Return why no batch comes, in words; callable at any time.
 
         Tells an absent daemon, an unreadable source, groups that are not whole, back-pressure, and
-        a run that is over from mere waiting.
+        a run that is over from mere waiting; and what this consumer holds or passed over.
         """
-        words = "stop() was called" if self._stopping else why_nothing_comes(self._run)
+        words = ["stop() was called" if self._stopping else why_nothing_comes(self._run)]
         if self._held:
-            words += f"; this consumer holds {len(self._held)} batches that are not acked"
-        if self.stale:
-            words += f"; {self.stale} batches were passed over as stale"
-        return words
+            samples = sum(map(len, self.held))
+            words.append(
+                f"this consumer holds {len(self._held)} batches ({samples} samples) "
+                "that are not acked"
+            )
+        return "; ".join([*words, *self._stale.words()])
 
     def stop(self) -> None:
         """Make a waiting claim return None and an iteration end, now and from now on.
@@ -212,12 +251,8 @@ class Consumer:
 
     def close(self) -> None:
         """Let go of the name; held batches stay in inflight/<name>/. Fine when called twice."""
-        self._closed = True
-        lock, self._lock = self._lock, None
+        self._identity.close()
         hints, self._hints = self._hints, None
-        # A forked child leaves the lock to its parent.
-        if lock is not None and self._pid == os.getpid():
-            lock.release()
         if hints is not None:
             hints.close()
 
@@ -225,16 +260,7 @@ class Consumer:
 
     def check_usable(self, act: str) -> None:
         """Raise ConsumerError after `close`, and in a process forked from the one that claims."""
-        if self._pid is not None and self._pid != os.getpid():
-            raise ConsumerError(
-                f"cannot {act}: consumer {self.name} belongs to process {self._pid}",
-                hint="a forked process only reads: give it the samples, or Batch.open(batch.path)",
-            )
-        if self._closed:
-            raise ConsumerError(
-                f"cannot {act}: consumer {self.name} is closed",
-                hint="its batches stay in flight; the next consumer of this name gets them first",
-            )
+        self._identity.check_usable(act)
 
     def let_go(self, batch_id: str, *, acked: bool) -> None:
         """Take note that a batch is held no more."""
@@ -242,57 +268,45 @@ class Consumer:
             self._acked.add(batch_id)
         self._held.pop(batch_id, None)
         if not acked:
-            self._listed_until = -math.inf
+            self._names.expire()
 
-    # --- the lock -----------------------------------------------------------------------------
+    # --- ready to claim -----------------------------------------------------------------------
 
     def _is_ready(self, act: str) -> bool:
-        """Hold the lock; False where there is no run directory yet."""
+        """Hold the lock, rewound as far as was asked; False where there is no run directory yet."""
         self.check_usable(act)
-        if self._lock is not None:
-            return True
-        if self._hints is None:
-            self._pid = os.getpid()
-            self._hints = Hints(clock=self._clock)
-        if not _is_run_dir(self._run):
-            return False
-        lock = self._acquire(self._hints)
-        if lock is None:
-            return False
-        self._lock = lock
-        self._left_over = {
-            name
-            for name in fs.scan(self._run.of(self._own)).files
-            if batch_id_of(name) not in self._held
-        }
+        if not self._identity.is_held:
+            if self._hints is None:
+                self._identity.belongs_to_this_process()
+                self._hints = Hints(clock=self._clock)
+            if not _is_run_dir(self._run) or not self._identity.acquire():
+                return False
+            self._left_over = {
+                name
+                for name in fs.scan(self._run.of(self._own)).files
+                if batch_id_of(name) not in self._held
+            }
+        if self._rewind_to is not None and act != "rewind":
+            self._rewind()
         return True
 
-    def _acquire(self, hints: Hints) -> fs.Lock | None:
-        fs.make_dirs(self._run.of(self._own))
-        lock = fs.Lock(self._run.consumer_lock(self.name))
-        give_up = self._clock() + BUSY_SECONDS
-        while not lock.acquire():
-            if self._clock() >= give_up:
-                holder = fs.holder_of(lock.path)
-                raise ConsumerBusy(
-                    f"another process is consumer {self.name} of {self._run.root}"
-                    + (f" ({holder})" if holder else ""),
-                    hint="stop it, or give this one another name",
-                )
-            hints.wait(BUSY_PAUSE_SECONDS)
-            if self._stopping:
-                return None
-        return lock
+    def _rewind(self) -> list[str]:
+        """Make the rewind that was asked for, if it was not made yet."""
+        if self._rewind_to is None:
+            return []
+        rewound = [found.name.id for found in moves.rewind(self._run, self._rewind_to)]
+        self._acked.difference_update(rewound)
+        self._names.expire()
+        if rewound:
+            step, number = self._rewind_to, len(rewound)
+            _log.info("rewound to step %d: %d batches are pending again", step, number)
+        self._rewind_to = None
+        return rewound
 
-    def _is_still_locked(self) -> bool:
-        """Whether the lock is held; taken again where somebody removed the file or the folder."""
-        if self._lock is not None and self._lock.still_held():
-            return True
-        if self._lock is not None:
-            _log.warning("%s was removed while it was held; locking anew", self._lock.path)
-            self._lock.release()
-            self._lock = None
-        return self._is_ready("claim")
+    def _pause(self, seconds: float) -> bool:
+        assert self._hints is not None
+        self._hints.wait(seconds)
+        return not self._stopping
 
     # --- the next batch -----------------------------------------------------------------------
 
@@ -300,16 +314,14 @@ class Consumer:
         """Return the first batch that can be had: one pass that lists the folders once at most."""
         looked = False
         while not self._stopping:
-            names = self._own_names or self._pending_names
-            if not looked and (not names or self._clock() >= self._listed_until):
+            if not looked and self._names.are_old:
                 self._list()
                 looked = True
-                names = self._own_names or self._pending_names
-            if not names:
+            following = self._names.pop()
+            if following is None:
                 return None
-            place = self._own if names is self._own_names else _PENDING
-            file_name = names.pop()
-            if place is _PENDING and not self._is_still_pending(file_name):
+            place, file_name = following
+            if place is not self._own and not self._is_still_pending(file_name):
                 continue
             name = BatchName.parse(file_name)
             if name is None:
@@ -322,27 +334,22 @@ class Consumer:
         return None
 
     def _list(self) -> None:
-        self._own_names, self._pending_names = [], []
-        if not self._is_still_locked():
-            return
-        began = self._clock()
-        try:
-            self._own_names = _oldest_last(fs.scan(self._run.of(self._own)).files)
-            self._pending_names = _oldest_last(_names_in(self._run.pending))
-        except FileNotFoundError:
-            return  # removed just now: as if it were not there yet
-        now = self._clock()
-        self._listed_until = now + max(LISTING_SECONDS, LISTING_SHARE * (now - began))
+        # The lock is taken anew where somebody removed the file or the folder.
+        if self._identity.is_still_held() or self._is_ready("claim"):
+            self._names.list()
+        else:
+            self._names.forget()
 
     def _hand_out(self, found: moves.Found, batch_id: str, min_weight_version: int) -> Batch | None:
         """Return the batch, claimed and checked; None where it is lost, stale or set aside."""
         if found.name.hi < min_weight_version:
-            self._pass_over(found)
+            if moves.skip_stale(self._run, found) is not None:
+                self._stale.passed_over(found.name)
             return None
         own = (
-            moves.claim(self._run, found.name, self.name)
-            if found.place is _PENDING
-            else self._next_try(found)
+            self._next_try(found)
+            if found.place is self._own
+            else moves.claim(self._run, found.name, self.name)
         )
         if own is None:
             return None
@@ -394,37 +401,14 @@ class Consumer:
         self._left_over.discard(file_name)
         return again
 
-    def _pass_over(self, found: moves.Found) -> None:
-        if moves.skip_stale(self._run, found) is None:
-            return
-        self.stale += 1
-        if found.name.hi == 0 and not self._warned_of_unversioned:
-            self._warned_of_unversioned = True
-            _log.warning(
-                "batch %s has no usable weight version and counts as stale: now in acked/stale/",
-                found.name.id,
-            )
-
-    def _acked_after(self, step: int) -> list[moves.Found]:
-        found = []
-        try:
-            places = moves.folders_of(self._run, State.ACKED)
-        except FileNotFoundError:
-            return []
-        for place in places:
-            if place.step is not None and place.step > step:
-                names = map(BatchName.parse, fs.scan(self._run.of(place)).files)
-                found += [moves.Found(place, name) for name in names if name is not None]
-        return sorted(found, key=lambda each: each.name.seq)
-
     # --- waiting ------------------------------------------------------------------------------
 
     def _wait(self, left: float | None) -> None:
         """Return when it may be worth looking again, at the latest after a second or two."""
         hints = self._hints
         assert hints is not None
-        self._listed_until = -math.inf
-        if self._lock is not None and not self._watching:
+        self._names.expire()
+        if self._identity.is_held and not self._watching:
             self._watching = True
             # Our own claims are no news: not in the own folder, and not as what was pending.
             hints.watch(self._run.pending, tag="pending", names=self._is_news)
@@ -434,24 +418,42 @@ class Consumer:
         pause = LOOK_SECONDS if with_hints else LOOK_WITHOUT_HINTS_SECONDS
         heard = hints.wait(pause if left is None else min(left, pause))
         if heard:
-            self._take_hints(heard)
-        elif self._lock is not None:
+            own, pending = heard.get("own", set()), heard.get("pending", set())
+            if own is not None and pending is not None:
+                self._names.heard(own, pending)
+        elif self._identity.is_held:
             # NFS shows new names in a folder only after its parent was looked at.
             with contextlib.suppress(FileNotFoundError):
                 fs.scan(self._run.root)
 
-    def _take_hints(self, heard: Heard) -> None:
-        """Try what the hints name, without listing; all else was tried before this wait."""
-        own, pending = heard.get("own", set()), heard.get("pending", set())
-        if own is None or pending is None:
-            return
-        self._own_names = _oldest_last([path.rpartition("/")[2] for path in own])
-        self._pending_names = _oldest_last([path.rpartition("/")[2] for path in pending])
-        self._listed_until = self._clock() + LISTING_SECONDS
-
     def _is_news(self, file_name: str) -> bool:
         batch_id = batch_id_of(file_name)
         return batch_id is not None and batch_id not in self._held and batch_id not in self._acked
+
+
+class _Count:
+    """Counts what is in hand; each batch is read once."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, frozenset[str]] = {}
+
+    def add(self, batch: Batch, *, read: bool) -> None:
+        """Count a batch, if it was not counted before."""
+        if read and batch.id not in self._groups:
+            try:
+                rows = batch.samples()
+            except BatchLost:
+                return  # RACE: somebody moved it away by hand; it is not held any more
+            self._groups[batch.id] = frozenset(row["instance_id"] for row in rows)
+
+    def groups(self, held: tuple[Batch, ...]) -> int:
+        """Return how many different groups there are; 0 where none were counted."""
+        return len(frozenset().union(*(self._groups.get(batch.id, ()) for batch in held)))
+
+    @staticmethod
+    def samples(held: tuple[Batch, ...]) -> int:
+        """Return how many samples there are."""
+        return sum(map(len, held))
 
 
 def _is_run_dir(run: RunDir) -> bool:
@@ -471,23 +473,3 @@ def _is_run_dir(run: RunDir) -> bool:
                 hint="give the run directory of a daemon: what `spoold run --run-dir` was given",
             )
     return True
-
-
-def _names_in(path: str) -> list[str]:
-    try:
-        return os.listdir(path)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise fs.failed("list", path, error) from error
-
-
-def _oldest_last(names: list[str]) -> list[str]:
-    """Sort batch names for popping; what is no batch is left out later, when it is its turn."""
-    names.sort(key=_age, reverse=True)
-    return names
-
-
-def _age(name: str) -> str:
-    # A number of ten digits is younger than one of nine.
-    return name if name[9:10] == "-" else "~" * (name.find("-") - 9) + name

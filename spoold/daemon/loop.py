@@ -19,6 +19,7 @@ from spoold.daemon.conditions import Conditions
 from spoold.daemon.delivery import BAD_ROWS, Delivery
 from spoold.daemon.looking import Looking
 from spoold.daemon.requeue import Requeue
+from spoold.daemon.retention import Retention
 from spoold.daemon.waiting import note_waiting, waiting_groups
 from spoold.errors import (
     SourceReplaced,
@@ -83,6 +84,7 @@ class Daemon:
             requeue_seconds=settings.requeue_seconds,
             max_attempts=settings.max_attempts,
         )
+        self._retention = Retention(run, keep_steps=settings.keep_steps)
         self.numbers = Numbers(run)
         self.numbers.load(self.inventory.highest_seq)
         self.delivery = Delivery(
@@ -208,6 +210,7 @@ class Daemon:
         self.inventory.refresh(now=now)
         if self._requeue.tend(self.inventory, now):
             self.inventory.refresh(now=now)
+        self._retention.tend(self.inventory)
 
     def _may_read(self, now: float) -> bool:
         """Whether anything may be published; the conditions say why not."""

@@ -175,6 +175,23 @@ class Inventory:
         self._unlist(Place(State.REJECTED), file_name)
         self.missing_row_notes.pop(environment, None)
 
+    def settled_in(self, place: Place) -> list[BatchName]:
+        """Return the batches that lie in a place and nowhere else, and that the ledger has."""
+        names = []
+        for file_name in self.shelves.by_place[place].names:
+            name = BatchName.parse(file_name)
+            held = self._held.get(name.id) if name is not None else None
+            if name is None or held is None or held.entry is not None or name.id in self._todo:
+                continue
+            if (held.place, held.file_name) == (place, file_name):
+                names.append(name)
+        return sorted(names, key=lambda name: name.seq)
+
+    def pruned(self, found: Found) -> None:
+        """Take in that this daemon removed a settled batch: the ledger goes on having it."""
+        self._unlist(found.place, found.name.file_name)
+        self._held.pop(found.name.id, None)
+
     def merge(self, *, least: int = MERGE_AT) -> int:
         """Merge the ledger entries whose batch file is gone. Returns how many were merged.
 

@@ -21,7 +21,7 @@ from spoold.ledger import (
 )
 from spoold.spool.moves import find
 
-__all__ = ["load", "merge", "withdraw", "write"]
+__all__ = ["has_entry", "load", "merge", "settled", "withdraw", "write"]
 
 
 def load(run: RunDir) -> Ledger:
@@ -64,6 +64,21 @@ def _unreadable(run: RunDir, name: str) -> SpoolError:
         f"ledger entry {run.ledger}/{name} cannot be read",
         hint="restore it from a backup, or remove it: then its environments are delivered again",
     )
+
+
+def settled(run: RunDir) -> set[str]:
+    """Return the batch ids that have an entry of their own; the folder is synced first."""
+    fs.sync_dir(run.ledger)
+    return {name for name in fs.scan(run.ledger).files if batch_id_of(f"{name}.jsonl") == name}
+
+
+def has_entry(run: RunDir, batch_id: str) -> bool:
+    """Whether a batch has an entry now, and one that can be read."""
+    try:
+        parse_entry(fs.read(f"{run.ledger}/{batch_id}"))
+    except (FileNotFoundError, ValueError):
+        return False
+    return True
 
 
 def write(run: RunDir, entries: Iterable[tuple[str, Entry]]) -> None:

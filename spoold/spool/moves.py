@@ -20,6 +20,7 @@ the file: then the function returns None and nothing has happened.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -92,11 +93,12 @@ def _move(
         try:
             fs.move(found.path(run), moved.path(run))
         except FileNotFoundError:
-            # RACE: somebody moved the batch first, or removed the empty folder that we made.
-            if os.path.lexists(found.path(run)) and not os.path.isdir(run.of(place)):
-                fs.make_dirs(run.of(place))
-                continue
-            return None
+            # RACE: somebody moved the batch first; or it is still there, and somebody removed the
+            # empty folder that it goes to (prune does), and another may have made it again.
+            if not os.path.lexists(found.path(run)):
+                return None
+            fs.make_dirs(run.of(place))
+            continue
         except FileExistsError:
             # The same batch lies there already (a copy, a restored backup): that one stays.
             return moved if set_aside(run, found, DUPLICATE) is not None else None
@@ -153,9 +155,27 @@ def reject(run: RunDir, found: Found, reason: str) -> Found | None:
     return _move(run, Move.REJECT, found, Place(State.REJECTED, reason))
 
 
-def rewind(run: RunDir, found: Found) -> Found | None:
-    """Put an acknowledged batch back into pending/, name and bytes unchanged."""
-    return _move(run, Move.REWIND, found, PENDING)
+def rewind(run: RunDir, step: int) -> Iterator[Found]:
+    """Put every batch acknowledged with a later step back into pending/, name and bytes unchanged.
+
+    Yields each where it lies now, oldest first; what was not yielded yet may still be in acked/.
+    Batches acknowledged without a step, or passed over as stale, stay. Raises ConfigError for what
+    is no step.
+    """
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise ConfigError(
+            f"cannot rewind to step {step!r}",
+            hint="give the step of the checkpoint, an integer; -1 where there is none",
+        )
+    try:
+        acked = find(run, State.ACKED)
+    except FileNotFoundError:
+        return
+    later = [f for f in acked if f.place.step is not None and f.place.step > step]
+    for found in sorted(later, key=lambda found: found.name.seq):
+        back = _move(run, Move.REWIND, found, PENDING)
+        if back is not None:
+            yield back
 
 
 def skip_stale(run: RunDir, found: Found) -> Found | None:
