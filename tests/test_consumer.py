@@ -19,6 +19,7 @@ from spoold import (
     ConsumerBusy,
     ConsumerError,
     SpoolWriteError,
+    fs,
 )
 from spoold.consumer import identity, names
 from spoold.errors import UnknownBatch
@@ -639,3 +640,28 @@ def test_a_long_wait_says_why_after_a_minute_and_then_ever_more_rarely(
         assert consumer.claim(timeout=1000.0) is None
     # After 1 minute, about 2, 4, …: of a thousand seconds, here four to the look.
     assert caplog.text.count("waits for a batch: no daemon runs on") == 3
+
+
+def test_who_holds_a_name_is_said_also_when_it_left_a_process_behind(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "BUSY_SECONDS", 0.0)
+    with Consumer(run):
+        lock = run / "inflight/trainer-0/.lock"
+        facts = json.loads(lock.read_text())
+        lock.write_text(json.dumps(facts | {"pid": 2**30}))
+        with pytest.raises(ConsumerBusy, match=r"left behind holds its lock; `fuser .*\.lock`"):
+            Consumer(run).claim()
+
+
+def test_reason_says_when_nothing_has_begun_and_who_holds_the_rest(run: Path) -> None:
+    report, lock = run / ".spoold/status.json", fs.Lock(str(run / ".spoold/lock"))
+    assert lock.acquire()
+    with Consumer(run) as consumer:
+        report.write_bytes(status(delivered=0))
+        assert consumer.reason() == "no environment is running yet"
+        report.write_bytes(status())
+        put(run, 1, where="inflight/trainer-1")
+        put(run, 2, where="inflight")
+        assert consumer.reason().endswith("; claimed and not acked: 1 by hand, 1 by trainer-1")
+    lock.release()
