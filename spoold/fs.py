@@ -29,7 +29,6 @@ __all__ = [
     "Lock",
     "failed",
     "free_bytes",
-    "holder_is_gone",
     "holder_of",
     "lock_is_held",
     "make_dirs",
@@ -263,15 +262,13 @@ def remove(path: str) -> None:
 
 def remove_dir(path: str) -> bool:
     """Remove a directory if nothing is in it. Returns whether it is gone. Syncs nothing."""
-    with _doing("remove", path):
+    with _doing("remove", path), contextlib.suppress(FileNotFoundError):
         try:
             os.rmdir(path)
-        except FileNotFoundError:
-            return True
         except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                return False
-            raise
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            return False
     return True
 
 
@@ -486,23 +483,8 @@ def lock_is_held(path: str) -> bool | None:
 
 def holder_of(path: str) -> str:
     """Return who last wrote a lock file, in words ("" where nothing is known)."""
-    holder = _holder(path)
-    return "" if holder is None else f"pid {holder[0]} on {holder[1]}"
-
-
-def holder_is_gone(path: str) -> bool:
-    """Whether the process that last wrote a lock file ran on this host and runs no more."""
-    holder = _holder(path)
-    return (
-        holder is not None
-        and holder[1] == os.uname().nodename
-        and not os.path.exists(f"/proc/{holder[0]}")
-    )
-
-
-def _holder(path: str) -> tuple[int, str] | None:
     try:
         facts = json.loads(read(path))
-        return int(facts["pid"]), str(facts["host"])
+        return f"pid {facts['pid']} on {facts['host']}"
     except (SpoolWriteError, OSError, ValueError, KeyError, TypeError):
-        return None
+        return ""

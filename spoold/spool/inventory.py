@@ -180,16 +180,16 @@ class Inventory:
         names = []
         for file_name in self.shelves.by_place[place].names:
             name = BatchName.parse(file_name)
-            held = self._held.get(name.id) if name is not None else None
-            if name is None or held is None or held.entry is not None or name.id in self._todo:
+            if name is None or name.id not in self.ledger.batches or name.id in self._todo:
                 continue
-            if (held.place, held.file_name) == (place, file_name):
+            held = self._held.get(name.id)
+            if held is None or (held.place, held.file_name, held.entry) == (place, file_name, None):
                 names.append(name)
         return sorted(names, key=lambda name: name.seq)
 
     def pruned(self, found: Found) -> None:
         """Take in that this daemon removed a settled batch: the ledger goes on having it."""
-        self._unlist(found.place, found.name.file_name)
+        self.shelves.drop(found.place, found.name.file_name)
         self._held.pop(found.name.id, None)
 
     def merge(self, *, least: int = MERGE_AT) -> int:

@@ -69,7 +69,7 @@ def _unreadable(run: RunDir, name: str) -> SpoolError:
 def settled(run: RunDir) -> set[str]:
     """Return the batch ids that have an entry of their own; the folder is synced first."""
     fs.sync_dir(run.ledger)
-    return {name for name in fs.scan(run.ledger).files if batch_id_of(f"{name}.jsonl") == name}
+    return set(filter(is_batch_id, fs.scan(run.ledger).files))
 
 
 def has_entry(run: RunDir, batch_id: str) -> bool:

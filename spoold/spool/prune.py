@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 from spoold import fs
 from spoold.errors import ConfigError
-from spoold.layout import STALE, BatchName, NoteName, Place, RunDir, State, batch_id_of
+from spoold.layout import STALE, BatchName, NoteName, Place, RunDir, State, is_batch_id
 from spoold.ledger import parse_merged_name
 from spoold.spool import ledgerdir
 from spoold.spool.moves import Found, find, folders_of
@@ -120,5 +120,5 @@ def _is_known(folder: str, file: str) -> bool:
     if folder == ".spoold":
         return file == "source.json"
     if folder == ".spoold/ledger":
-        return batch_id_of(f"{file}.jsonl") == file or parse_merged_name(file) is not None
+        return is_batch_id(file) or parse_merged_name(file) is not None
     return BatchName.parse(file) is not None or NoteName.parse(file) is not None

@@ -69,6 +69,11 @@ class Shelves:
         """Take in a file that this process put there itself."""
         self.by_place[place].names.add(file_name)
 
+    def drop(self, place: Place, file_name: str) -> None:
+        """Take in that this process removed a file."""
+        self.by_place[place].names.discard(file_name)
+        self._settled.discard(file_name)
+
     def unknown(self) -> list[str]:
         """Return the paths, relative to the run directory, that are neither batch nor note."""
         return sorted(
