@@ -115,5 +115,5 @@ def test_with_the_daemon_killed_again_and_again_at_every_point(
         time.sleep(0.05)
     told = json.loads(players.log("trainer").read_text())
     assert told["last"] > 50
-    assert kills > 5
+    assert kills > 2
     scene.settle()
