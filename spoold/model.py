@@ -81,7 +81,8 @@ class Look:
     rows. `missing`: finished ones without a usable terminal row. `gone`: offered as candidates
     before, and now deleted or not past the gate any more (only a reconcile tells). `went_back`:
     ids are lower than they were, so the rows are not those of the last look: verify, reconcile.
-    `members`: environments in `skip` with their groups, where groups are asked for.
+    `members`: environments in `skip` with their groups, where groups are asked for. `registered`:
+    all members of the groups in `asked`, deleted ones aside.
     """
 
     candidates: tuple[Candidate, ...] = ()
@@ -90,6 +91,8 @@ class Look:
     gone: tuple[int, ...] = ()
     went_back: bool = False
     members: tuple[Candidate, ...] = ()
+    asked: frozenset[str] = frozenset()
+    registered: tuple[Candidate, ...] = ()
 
 
 class StepRow(NamedTuple):

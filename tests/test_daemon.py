@@ -194,7 +194,7 @@ class TestHeld:
             free[0] = 100
             it.go()
             assert environments(it.run) == [1]
-            assert it.reasons == {}
+            assert list(it.reasons) == ["source-empty"]
 
     def test_a_full_disk_leaves_no_partial_file_and_is_survived(
         self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
@@ -213,7 +213,7 @@ class TestHeld:
             it.go(20.0)
             assert environments(it.run) == [1, 2, 3]
             assert [name[:17] for name in tree(it.run)] == ["pending/000000001"]
-            assert it.reasons == {}
+            assert list(it.reasons) == ["source-empty"]
 
     def test_an_unknown_state_after_a_failed_sync_ends_the_daemon(
         self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
@@ -560,7 +560,7 @@ class TestWaiting:
             complete(made, 1)
             it.go(20.0)
             assert environments(it.run) == [1]
-            assert it.reasons == {}
+            assert list(it.reasons) == ["source-empty"]
             made.close()
 
     def test_status_says_how_many_environments_run(

@@ -62,6 +62,16 @@ class TestPlan:
         plan.restore(((1,), (2,)), 2.0)
         assert plan.next_batch(2.0) == ((1,), (2,))
 
+    def test_what_is_being_written_is_not_taken_in_again(self) -> None:
+        plan = Plan(batch_size=1, linger_seconds=0.0)
+        plan.offer(plain(1, 2), 0.0)
+        plan.take(((1,),), 0.0)
+        plan.offer(plain(1, 2), 0.0)
+        assert plan.next_batch(0.0) == ((2,),)
+        plan.published(((1,),))
+        plan.offer(plain(1), 1.0)
+        assert list(plan.ready) == [1, 2]
+
     def test_what_is_dropped_can_be_offered_again(self) -> None:
         plan = Plan(batch_size=2, linger_seconds=0.0)
         plan.offer(plain(1), 0.0)
@@ -144,7 +154,7 @@ class TestGroups:
         plan = group_plan()
         plan.offer(members("a", 1, 2), 0.0)
         assert plan.next_batch(10**9) == ()
-        assert plan.expired(10**9) == ()
+        assert plan.give_up(10**9) == ()
         assert plan.due_at() is None
 
     def test_deliver_delivers_what_there_is_after_the_timeout_without_progress(self) -> None:
@@ -153,6 +163,7 @@ class TestGroups:
         plan.offer(members("a", 2), 60.0)
         assert plan.next_batch(100.0) == ()
         assert plan.due_at() == 160.0
+        assert plan.give_up(160.0) == ()
         assert plan.next_batch(160.0) == ((1, 2),)
         publish(plan, (1, 2), at=160.0)
         assert plan.offer(members("a", 3), 161.0) == (3,)
@@ -160,13 +171,14 @@ class TestGroups:
     def test_reject_gives_the_members_up_after_the_timeout(self) -> None:
         plan = group_plan(partial=PartialGroups.REJECT)
         plan.offer(members("a", 1, 2), 0.0)
-        assert plan.expired(99.9) == ()
-        assert [list(group.complete) for group in plan.expired(100.0)] == [[1, 2]]
+        assert plan.give_up(99.9) == ()
+        assert [list(group.complete) for group in plan.give_up(100.0)] == [[1, 2]]
 
     def test_a_lost_member_is_not_waited_for(self) -> None:
         plan = group_plan(partial=PartialGroups.DELIVER, linger_seconds=0.0)
         plan.offer(members("a", 1, 2), 0.0)
         plan.lose(3, "a", 1.0)
+        plan.give_up(1.0)
         assert plan.next_batch(1.0) == ((1, 2),)
 
 

@@ -14,10 +14,11 @@ from pyroaring import BitMap64
 from spoold.errors import SourceUnavailable
 from spoold.model import ReadyWhen, Samples
 from spoold.sources.sqlite import SqliteSource
-from tests.support.rollouts import make_rollouts
+from tests.support.daemons import environments, start
+from tests.support.needs import needs
+from tests.support.rollouts import make_rollouts, open_rollouts
 
 pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs to act as two users"),
     # The children do nothing but this file's few calls, and leave by _exit.
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]
@@ -51,6 +52,7 @@ def run_as(uid: int, act: Callable[[], None]) -> None:
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A folder that both users may write, so that only care keeps sidecars from being made."""
+    needs(os.geteuid() == 0, "root, to act as two other users")
     folder = Path(tempfile.mkdtemp())
     os.chmod(folder, 0o777)
     yield folder
@@ -113,8 +115,6 @@ def test_a_guest_reads_beside_a_writer_and_leaves_its_files_alone(folder: Path) 
         os.setgid(OWNER)
         os.setuid(OWNER)
         os.umask(0)
-        from tests.support.rollouts import open_rollouts
-
         rollouts = open_rollouts(folder / "rollouts.db")
         rollouts.complete(*rollouts.register())
         os.write(ready[1], b"x")
@@ -187,8 +187,6 @@ def test_what_a_guest_read_while_the_file_was_written_does_not_count(folder: Pat
 
 
 def make_rollouts_again(folder: Path) -> Callable[[], None]:
-    from tests.support.rollouts import open_rollouts
-
     def act() -> None:
         rollouts = open_rollouts(folder / "rollouts.db")
         rollouts.complete(*rollouts.register())
@@ -206,3 +204,76 @@ def test_no_permission_is_said_with_the_way_out(folder: Path) -> None:
             read_all(folder)
 
     run_as(GUEST, act)
+
+
+def test_the_rest_drains_after_the_writer_and_its_wal_are_gone(folder: Path) -> None:
+    """The end of a run, beside a daemon under another uid that goes on to the last environment."""
+
+    def write() -> None:
+        rollouts = make_rollouts(folder / "rollout.db")
+        for one in rollouts.register(5, group=""):
+            rollouts.complete(one)
+        rollouts.close()
+
+    def deliver(first: bool) -> Callable[[], None]:
+        def act() -> None:
+            it = start(folder, batch_size=1, max_pending_batches=2 if first else 64)
+            it.go()
+            assert environments(it.run) == ([1, 2] if first else [1, 2, 3, 4, 5])
+            it.daemon.stop()
+            it.kill()
+
+        return act
+
+    run_as(OWNER, write)
+    for first in (True, False):
+        run_as(GUEST, deliver(first))
+        assert sorted(os.listdir(folder)) == ["rollout.db", "run"]
+
+
+def test_a_daemon_beside_a_writer_that_leaves_goes_on_and_takes_nothing_with_it(
+    folder: Path,
+) -> None:
+    leave, left = os.pipe(), os.pipe()
+    wrote = os.pipe()
+    writer = os.fork()
+    if writer == 0:
+        os.setgid(OWNER)
+        os.setuid(OWNER)
+        rollouts = make_rollouts(folder / "rollout.db")
+        os.chmod(folder / "rollout.db-shm", 0o644)
+        for one in rollouts.register(3, group=""):
+            rollouts.complete(one)
+        os.write(wrote[1], b"x")
+        os.read(leave[0], 1)
+        for one in rollouts.register(3, group=""):
+            rollouts.complete(one)
+        rollouts.close()
+        os.write(left[1], b"x")
+        os._exit(0)
+    os.read(wrote[0], 1)
+
+    def act() -> None:
+        it = start(folder)
+        it.go()
+        assert environments(it.run) == [1, 2, 3]
+        os.write(leave[1], b"x")
+        os.read(left[0], 1)
+        it.go(2.0)
+        it.go(20.0)
+        assert environments(it.run) == [1, 2, 3, 4, 5, 6]
+        it.kill()
+
+    run_as(GUEST, act)
+    assert os.waitpid(writer, 0)[1] == 0
+    for fd in (*leave, *left, *wrote):
+        os.close(fd)
+    owners = {path.stat().st_uid for path in folder.iterdir() if path.is_file()}
+    assert owners == {OWNER}
+
+    def write_on() -> None:
+        rollouts = open_rollouts(folder / "rollout.db")
+        rollouts.complete(*rollouts.register(1, group=""))
+        rollouts.close()
+
+    run_as(OWNER, write_on)

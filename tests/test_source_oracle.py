@@ -156,55 +156,94 @@ def fill(rollouts: Rollouts, environments: list[dict[str, Any]], order: list[int
             rollouts.delete(environment)
 
 
-def oracle(path: Path, *, needs_finished: bool, all_steps: bool) -> dict[int, list[int]]:
-    """Which rows of which environments, by reading everything and filtering it."""
+EVERYTHING = """
+SELECT e.*, s.*, s.id AS pk, s.job_id AS step_job,
+    e.id AS environment, e.job_id AS job, e.group_id AS own_group
+FROM job_environments AS e JOIN session_steps AS s ON s.session_id = e.env_id
+ORDER BY e.id, s.id
+"""
+
+
+def oracle(path: Path, *, needs_finished: bool, all_steps: bool) -> list[dict[str, Any]]:
+    """Every sample, by reading everything into memory and filtering it."""
     db = sqlite3.connect(path)
     db.row_factory = sqlite3.Row
-    answer = {}
-    for environment in db.execute("SELECT * FROM job_environments"):
-        if environment["is_deleted"] or environment["job_id"] != JOB:
-            continue
-        if needs_finished and not environment["finished"]:
-            continue
-        rows = db.execute(
-            "SELECT * FROM session_steps WHERE session_id = ? ORDER BY id", (environment["env_id"],)
-        ).fetchall()
-        rows = [row for row in rows if row["job_id"] in (JOB, "", None) and is_turn(row)]
+    sessions: dict[int, list[sqlite3.Row]] = {}
+    for row in db.execute(EVERYTHING):
+        own = row["job"] == JOB and row["step_job"] in (JOB, "", None)
+        ready = not row["is_deleted"] and (row["finished"] or not needs_finished)
+        if own and ready and is_turn(row):
+            sessions.setdefault(row["environment"], []).append(row)
+    db.close()
+    answer = []
+    for rows in sessions.values():
         completed = [row for row in rows if row["is_session_completed"]]
         ended = [row for row in rows if row["is_terminal"] or row["is_truncated"]]
         if not completed and not ended:
             continue
         chosen = (completed or ended)[-1]
-        if all_steps:
-            before = [row["id"] for row in completed if row["id"] < chosen["id"]]
-            rows = [
-                row
-                for row in rows
-                if max(before, default=0) < row["id"] <= chosen["id"]
-                and row["llm_model"] == chosen["llm_model"]
-            ]
-            answer[environment["id"]] = [row["id"] for row in rows]
-        else:
-            answer[environment["id"]] = [chosen["id"]]
-    db.close()
+        before = max([row["pk"] for row in completed if row["pk"] < chosen["pk"]], default=0)
+        steps = [row for row in rows if before < row["pk"] <= chosen["pk"]]
+        steps = [row for row in steps if row["llm_model"] == chosen["llm_model"]]
+        answer += [as_sample(row, chosen) for row in (steps if all_steps else [chosen])]
     return answer
 
 
-def is_turn(row: sqlite3.Row) -> bool:
+def meta_of(row: sqlite3.Row) -> dict[str, Any]:
     text = row["meta_json"] if "meta_json" in row.keys() else row["env_state"]  # noqa: SIM118
     try:
-        meta = json.loads(text or "{}")
+        return json.loads(text or "{}")  # type: ignore[no-any-return]
     except ValueError:
-        meta = {}
-    if meta.get("event_type") in (
-        "gateway_session_close",
-        "episode_summary",
-        "evaluation_summary",
-    ):
+        return {}
+
+
+def as_sample(row: sqlite3.Row, chosen: sqlite3.Row) -> dict[str, Any]:
+    version = str(meta_of(row).get("weight_version"))
+    reward = chosen["step_reward"] if chosen["reward"] is None else chosen["reward"]
+    return {
+        "uid": f"{row['env_id']}:{row['pk']}",
+        "instance_id": row["own_group"] or row["env_id"],
+        "messages": json.loads(row["messages"]) + turn_of(row["response"]),
+        "reward": reward,
+        "extra_info": {
+            "environment": row["environment"],
+            "env_id": row["env_id"],
+            "session_id": row["session_id"],
+            "group_id": row["own_group"] or "",
+            "job_id": JOB,
+            "env_name": "math",
+            "llm_model": row["llm_model"],
+            "step_pk": row["pk"],
+            "steps": row["step_id"],
+            "step_reward": row["step_reward"],
+            "reward_source": "step_reward" if chosen["reward"] is None else "reward",
+            "weight_version": int(version) if version.isdigit() else 0,
+            "truncated": bool(row["is_truncated"]),
+            "finish_reason": "length" if row["is_truncated"] else "stop",
+            "is_session_completed": bool(row["is_session_completed"]),
+            "timestamp": 1795981366.043713,
+        },
+    }
+
+
+def turn_of(response: str) -> list[dict[str, Any]]:
+    if not response:
+        return []
+    try:
+        found = json.loads(response)
+    except ValueError:
+        return [{"role": "assistant", "content": response}]
+    return [found["choices"][0]["message"] if "choices" in found else found]
+
+
+def is_turn(row: sqlite3.Row) -> bool:
+    meta = meta_of(row)
+    event = meta.get("event_type")
+    if event in ("gateway_session_close", "episode_summary", "evaluation_summary"):
         return False
-    if meta.get("synthetic_stop") or (
-        meta.get("event_type") == "gateway_inference" and meta.get("status_code", 0) >= 400
-    ):
+    if meta.get("synthetic_stop"):
+        return False
+    if event == "gateway_inference" and meta.get("status_code", 0) >= 400:
         return False
     return not (json.loads(row["messages"]) == [] and row["response"] == "")
 
@@ -242,14 +281,16 @@ def test_random_databases_give_what_a_naive_oracle_gives(
         looks = [source.look(skip)] if by_looks else list(source.reconcile(skip))
         ids = [candidate.id for look in looks for candidate in look.candidates]
         assert ids == sorted(set(ids))
-        found = {
-            environment: [row.pk for row in rows] for environment, rows in source.read(ids) if rows
-        }
-        wanted = oracle(
+        found = []
+        for _, rows in source.read(ids):
+            if rows:
+                encoded = encode(rows, null_reward=NullReward.FALLBACK, max_sample_bytes=1 << 30)
+                assert isinstance(encoded, list)
+                found += parse_samples(b"".join(sample.line for sample in encoded))
+        assert found == oracle(
             path,
             needs_finished=gate is ReadyWhen.FINISHED,
             all_steps=samples is Samples.STEPS,
         )
-        assert found == wanted
         source.close()
         rollouts.close()

@@ -105,19 +105,24 @@ def _source_lines(found: Health, now: float) -> list[str]:
     lines = _line(
         "running",
         f"{counted(source.running, 'environment')}, {source.ready:,} ready, "
-        f"{source.missing_rows:,} finished without row",
+        f"{source.missing_rows:,} finished without row"
+        + (f", {source.without_reward:,} without reward" if source.without_reward else ""),
     )
     for group in source.groups[:_SHOWN_UNKNOWN]:
-        missing = ", ".join(str(each) for each in group.missing[:_SHOWN_UNKNOWN])
-        more = ", …" if len(group.missing) > _SHOWN_UNKNOWN else ""
-        lines += _line(
-            "group",
-            f"{group.group} has {group.have} of {group.want} (since {age(group.since, now)})"
-            + (f", missing environments {missing}{more}" if missing else ""),
-        )
+        words = f"{group.group} has {group.have} of {group.want} (since {age(group.since, now)})"
+        if group.missing:
+            words += f", missing environments {_some(group.missing)}"
+        if group.set_aside:
+            words += f", set aside {_some(group.set_aside)}"
+        lines += _line("group", words)
     if len(source.groups) > _SHOWN_UNKNOWN:
         lines += _line("", f"and {len(source.groups) - _SHOWN_UNKNOWN:,} groups more")
     return lines
+
+
+def _some(environments: tuple[int, ...]) -> str:
+    few = ", ".join(str(each) for each in environments[:_SHOWN_UNKNOWN])
+    return f"{few}, …" if len(environments) > _SHOWN_UNKNOWN else few
 
 
 def _state_lines(found: Health, state: State) -> list[str]:

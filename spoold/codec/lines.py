@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -49,7 +49,7 @@ def encode(
 
     `rows`: the chosen one last, before it its other steps where they are samples too. The reward is
     the chosen row's, on each. None: its reward is null and `null_reward = wait`. One unusable row
-    makes the whole environment a note. `max_sample_bytes` bounds a line.
+    makes the whole environment a note. `max_sample_bytes` bounds all of its lines together.
     """
     chosen = rows[-1]
     if chosen.reward is None and null_reward is not NullReward.FALLBACK:
@@ -58,8 +58,7 @@ def encode(
         what = "the reward is null and null_reward = reject"
         return _note(_Unusable("null-reward", what, chosen, b""), rows, policy=True)
     try:
-        reward, reward_source = _reward(chosen)
-        return [_sample(row, reward, reward_source, max_sample_bytes) for row in rows]
+        return list(_samples(rows, max_sample_bytes))
     except _Unusable as unusable:
         return _note(unusable, rows)
 
@@ -100,6 +99,18 @@ def _number(row: StepRow, column: str, value: object) -> float:
     raise _Unusable("bad-reward", f"{column} is not a finite number", row, value)
 
 
+def _samples(rows: Sequence[StepRow], max_sample_bytes: int) -> Iterator[Sample]:
+    """Yield a sample for each row. Raises _Unusable as soon as they are too big together."""
+    reward, reward_source = _reward(rows[-1])
+    size_bytes = 0
+    for row in rows:
+        sample = _sample(row, reward, reward_source, max_sample_bytes)
+        size_bytes += len(sample.line)
+        if size_bytes > max_sample_bytes:
+            raise _too_big(row, size_bytes, max_sample_bytes)
+        yield sample
+
+
 def _sample(row: StepRow, reward: float, reward_source: str, max_sample_bytes: int) -> Sample:
     # This runs once a row: the usual case, texts that are UTF-8, is spelled out.
     env_id, group_id, session_id, job_id, env_name, llm_model = _texts(row)
@@ -137,8 +148,6 @@ def _sample(row: StepRow, reward: float, reward_source: str, max_sample_bytes: i
     # One copy of what may be megabytes, straight into the line.
     messages = _messages(row, max_sample_bytes)
     line = b"".join((head[:-1], b',"messages":', *messages, b",", tail[1:]))
-    if len(line) > max_sample_bytes:
-        raise _too_big(row, len(line), max_sample_bytes)
     return Sample(environment, env_id, pk, version, line)
 
 

@@ -42,6 +42,7 @@ class Counts:
     last_published: float | None = None
     latest_note: LatestNote | None = None
     bad_in_a_row: int = 0
+    """Rows that nobody could use, with no good one between them."""
 
     def published(self) -> Published:
         """Return what was published, as status shows it."""
@@ -99,6 +100,8 @@ class Delivery:
         self.plan = plan
         self.settings = settings
         self.counts = Counts()
+        # Complete but for their reward, under `null_reward = wait`.
+        self.unrewarded = BitMap64()
         self._wall = wall
         # What was read but did not fit into the last batch.
         self._carry: tuple[Unit, list[Sample]] | None = None
@@ -110,6 +113,11 @@ class Delivery:
         """How many batches are being written and are not counted as pending yet: 0 or 1."""
         return int(self._writing is not None)
 
+    def missing_rows(self, source: Source) -> BitMap64:
+        """Return the finished environments that have no usable row, and no note of it yet."""
+        inventory = self.inventory
+        return source.missing - inventory.skip - BitMap64(inventory.missing_row_notes)
+
     def forget(self) -> None:
         """Forget what was read and not published: the source is not the same any more."""
         self._carry = None
@@ -118,10 +126,14 @@ class Delivery:
         """Publish one batch out of `units`, and note what cannot be delivered.
 
         The batch may still be being written when this returns, if another one is due: `finish`
-        waits for it. When publishing fails everything stays to come.
+        waits for it. When publishing fails everything stays to come. Raises SourceUnavailable, and
+        SourceReplaced where it is not certain any more whose rows were read.
         """
         collected = self._collect(source, units)
         self.finish(source.job, now)
+        # RACE: a database may be restored in place between the last look and the read.
+        if source.changed():
+            source.verify(self.inventory.latest(), self.inventory.highest_environment)
         for note, group in collected.notes:
             self.note(note, source.job, now, group=group)
         self.plan.drop(collected.incomplete)
@@ -175,8 +187,6 @@ class Delivery:
         self.inventory.noted(file_name, note.environment, note.reason)
         if note.reason != MISSING_ROW:
             self.plan.lose(note.environment, group, now)
-        if not note.policy:
-            self.counts.bad_in_a_row += 1
         self.counts.latest_note = LatestNote(
             environment=note.environment, reason=note.reason, file=file_name
         )
@@ -191,6 +201,8 @@ class Delivery:
             units = self._without_delivered(units, into)
         rows = source.read([one for unit in units if unit not in known for one in unit])
         for unit in units:
+            if self.counts.bad_in_a_row >= BAD_ROWS:
+                break
             samples = known.get(unit) or self._convert(unit, rows, into)
             if samples is None:
                 continue
@@ -203,8 +215,6 @@ class Delivery:
             into.size_bytes += size
             if into.size_bytes >= self.settings.batch_bytes:
                 break
-        if into.units:
-            self.counts.bad_in_a_row = 0
         return into
 
     def _without_delivered(self, units: Sequence[Unit], into: Collected) -> list[Unit]:
@@ -221,29 +231,53 @@ class Delivery:
         self, unit: Unit, rows: Iterator[tuple[int, tuple[StepRow, ...]]], into: Collected
     ) -> list[Sample] | None:
         """Return the samples of a unit; None where it cannot be delivered as a whole."""
+        settings = self.settings
         samples: list[Sample] = []
+        group = ""
+        size_bytes = 0
         whole = True
         for wanted in unit:
             environment, steps = next(rows)
             assert environment == wanted
-            encoded = (
-                codec.encode(
-                    steps,
-                    null_reward=self.settings.null_reward,
-                    max_sample_bytes=self.settings.max_sample_bytes,
-                )
-                if steps
-                else None
+            if not steps:
+                into.incomplete.append(environment)
+                whole = False
+                continue
+            group = group or _group_of(steps[0])
+            encoded = codec.encode(
+                steps,
+                null_reward=settings.null_reward,
+                max_sample_bytes=settings.max_sample_bytes,
             )
+            self._count(environment, encoded)
             if encoded is None:
                 into.incomplete.append(environment)
                 whole = False
             elif isinstance(encoded, Note):
-                into.notes.append((encoded, _group_of(steps[0])))
+                into.notes.append((encoded, group))
                 whole = False
-            else:
+            elif whole:
+                size_bytes += sum(len(sample.line) for sample in encoded)
                 samples += encoded
-        return samples if whole else None
+                if size_bytes > settings.max_sample_bytes:
+                    samples.clear()  # of what is too big no more than this is ever held
+        if not whole:
+            return None
+        if size_bytes > settings.max_sample_bytes:
+            into.notes += [(note, group) for note in _too_big(unit, group, size_bytes, settings)]
+            return None
+        return samples
+
+    def _count(self, environment: int, encoded: list[Sample] | Note | None) -> None:
+        """Count bad rows in a row, and who waits for a reward."""
+        if encoded is None:
+            self.unrewarded.add(environment)
+            return
+        self.unrewarded.discard(environment)
+        if not isinstance(encoded, Note):
+            self.counts.bad_in_a_row = 0
+        elif not encoded.policy:
+            self.counts.bad_in_a_row += 1
 
     def _write(self, seq: int, samples: list[Sample]) -> Written:
         """Make a batch and publish it. Runs in the helper thread: changes nothing that is known."""
@@ -287,6 +321,14 @@ class Delivery:
                 self.inventory.unnoted(file_name, environment)
                 fields = {"environment": environment, "note": file_name}
                 log.info("missing row turned up", extra={"fields": fields})
+
+
+def _too_big(unit: Unit, group: str, size_bytes: int, settings: Settings) -> Iterator[Note]:
+    """Yield a note for each member of a group that is too big as a whole."""
+    bound = f"more than max_sample_bytes = {settings.max_sample_bytes}"
+    for environment in unit:
+        what = f"its group {group} is {size_bytes} bytes, {bound}"
+        yield Note(environment=environment, env_id="", reason="too-big", what=what)
 
 
 def _group_of(row: StepRow) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final
+
+from pyroaring import BitMap64
 
 from spoold.config import Settings
 from spoold.daemon.conditions import Conditions
 from spoold.errors import SourceUnavailable
 from spoold.layout import RunDir
-from spoold.model import Look
+from spoold.model import Candidate, Look
 from spoold.policy import Backoff
 from spoold.sources import Source, open_source
 from spoold.spool import setup
@@ -32,7 +34,15 @@ class Looking:
     every `rescan_seconds`, and when something delivered is to come again, a slice a step.
     """
 
-    def __init__(self, settings: Settings, run: RunDir, conditions: Conditions) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        run: RunDir,
+        conditions: Conditions,
+        *,
+        waiting_groups: Callable[[], Collection[str]],
+    ) -> None:
+        self._waiting_groups = waiting_groups
         self.settings = settings
         self.run = run
         self.source = self._new_source()
@@ -43,6 +53,8 @@ class Looking:
         self._reconcile_at = 0.0
         self._look_at = 0.0
         self._peeks: Iterator[float] = iter(())
+        # Rows of delivered environments that were deleted, as far as was noticed.
+        self._gone = BitMap64()
         # Until it is known which groups are closed nothing else is looked at.
         self._learning_groups = False
 
@@ -61,6 +73,15 @@ class Looking:
     def running(self) -> int:
         """How many environments have step rows and are not complete."""
         return self.source.running if self.is_open else 0
+
+    @property
+    def has_seen_all(self) -> bool:
+        """Whether a whole reconcile has come to its end since the source was opened.
+
+        Before that, and while another one is under way, nobody can say for how long something has
+        been absent: the source may have been out of reach for hours.
+        """
+        return self.is_open and self._reconcile is None
 
     def hint(self) -> None:
         """Take in a hint that the source changed."""
@@ -82,15 +103,15 @@ class Looking:
         self.source.open()
         self.is_open = True
         setup.tie(self.run, job=self.source.job, url=self.source.url)
-        self._verify(inventory.remembered(), inventory)
-        self._backoff.succeeded()
-        self._conditions.end("source-unavailable", now=now)
+        self._gone = self.source.verify(inventory.remembered(), inventory.highest_environment)
         fields = {
             "url": self.source.url,
             "job": self.source.job,
             "ready_when": self.source.ready_when.value,
         }
-        log.info("source open", extra={"fields": fields})
+        # While it only opens, and cannot be read, that is one outage and one pause that grows.
+        level = logging.DEBUG if self._backoff.tries else logging.INFO
+        log.log(level, "source open", extra={"fields": fields})
         self._begin(inventory, now, with_groups=True)
 
     def close(self) -> None:
@@ -112,6 +133,12 @@ class Looking:
         self._conditions.begin("source-unavailable", error.message, error.hint, now=now)
         log.debug("source failed", extra={"fields": {"error": str(error), "pause": pause}})
 
+    def went_well(self, now: float) -> None:
+        """Note that a step came to its end: where the source is open, all of it could be read."""
+        if self.is_open:
+            self._backoff.succeeded()
+            self._conditions.end("source-unavailable", now=now)
+
     def looks(self, inventory: Inventory, now: float) -> Iterator[Look]:
         """Yield what is new: of a look, if one is due, and of one slice of a reconcile.
 
@@ -121,12 +148,20 @@ class Looking:
             if now < self._backoff.until:
                 return
             self.open(inventory, now)
+        elif self.source.moved():
+            log.warning("source file replaced", extra={"fields": {"url": self.source.url}})
+            self.close()
+            self.open(inventory, now)
+        if inventory.undelivered:
+            self._verify(inventory.remembered(), inventory)
+            self._begin(inventory, now, with_groups=True)
         if now >= self._look_at and not self._learning_groups:
             yield from self._look(inventory, now)
-        if self._reconcile is None and (now >= self._reconcile_at or inventory.undelivered):
+        if self._reconcile is None and now >= self._reconcile_at:
             self._verify(inventory.remembered(), inventory)
             inventory.merge()
-            self._begin(inventory, now, with_groups=inventory.undelivered)
+            if not inventory.undelivered:
+                self._begin(inventory, now, with_groups=False)
         if self._reconcile is not None:
             look = next(self._reconcile, None)
             if look is None:
@@ -143,35 +178,47 @@ class Looking:
         yield self.source.look(inventory.skip)
 
     def _look(self, inventory: Inventory, now: float) -> Iterator[Look]:
-        if self.source.moved():
-            log.warning("source file replaced", extra={"fields": {"url": self.source.url}})
-            self.close()
-            self.open(inventory, now)
         if self.source.changed():
-            self._verify(inventory.latest(), inventory)
             look = self.source.look(inventory.skip)
+            # RACE: after the look, so that what it has seen is what is verified. Where it is not
+            # taken in, a reconcile comes.
+            self._verify(inventory.latest(), inventory)
+            if inventory.undelivered:
+                return
             self._peeks = iter(PEEK_SECONDS)
             if look.went_back:
                 log.warning("source went back", extra={"fields": {"url": self.source.url}})
                 self._verify(inventory.remembered(), inventory)
-                self._begin(inventory, now, with_groups=True)
-            else:
-                yield look
+                inventory.undelivered = True
+                return
+            yield look
         self._look_at = now + next(self._peeks, self.settings.scan_seconds)
 
     def _verify(self, remembered: Mapping[int, str], inventory: Inventory) -> None:
-        self.source.verify(remembered, inventory.highest_environment)
+        gone = self.source.verify(remembered, inventory.highest_environment) - self._gone
+        if gone:
+            # The rows of a job were deleted, and may be written anew: its groups are new ones then.
+            self._gone |= gone
+            inventory.undelivered = True
 
     def _begin(self, inventory: Inventory, now: float, *, with_groups: bool) -> None:
         inventory.undelivered = False
-        self._reconcile = self._everything(inventory, with_groups and self.settings.group_size > 0)
+        # Of a reconcile that is under way, what it has not learnt yet is still to be learnt.
+        self._learning_groups |= with_groups and self.settings.group_size > 0
+        self._reconcile = self._everything(inventory)
         self._reconcile_at = now + self.settings.rescan_seconds
 
-    def _everything(self, inventory: Inventory, with_groups: bool) -> Iterator[Look]:
-        """Yield a reconcile; before it, where asked for, which groups are closed already."""
-        if with_groups:
-            self._learning_groups = True
+    def _everything(self, inventory: Inventory) -> Iterator[Look]:
+        """Yield a reconcile; before it, which groups are closed; after it, for whom groups wait."""
+        if self._learning_groups:
             for members in self.source.groups(inventory.skip.copy()):
                 yield Look(members=members)
             self._learning_groups = False
         yield from self.source.reconcile(inventory.skip)
+        asked = frozenset(self._waiting_groups())
+        if asked:
+            registered: list[Candidate] = []
+            for part in self.source.members(asked):
+                registered += part
+                yield Look()
+            yield Look(asked=asked, registered=tuple(registered))

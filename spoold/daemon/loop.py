@@ -10,8 +10,10 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
+
+from pyroaring import BitMap64
 
 from spoold import __version__, fs
 from spoold.config import Settings
@@ -20,7 +22,7 @@ from spoold.daemon.delivery import BAD_ROWS, Delivery
 from spoold.daemon.looking import Looking
 from spoold.daemon.requeue import Requeue
 from spoold.daemon.retention import Retention
-from spoold.daemon.waiting import note_waiting, waiting_groups
+from spoold.daemon.waiting import Waiting, note_waiting, unknown_groups, waiting_groups
 from spoold.errors import (
     SourceReplaced,
     SourceUnavailable,
@@ -32,8 +34,10 @@ from spoold.model import Look, Note, OnReplaced
 from spoold.policy import Backoff, GroupPlan, Overdue, Plan, pressure
 from spoold.spool import setup, statusfile
 from spoold.spool.inventory import MISSING_ROW, Inventory
+from spoold.spool.notes import newest_note
 from spoold.spool.publish import Numbers
 from spoold.spool.retire import finish_retirement, retire
+from spoold.spool.statusfile import LatestNote
 
 __all__ = ["Daemon"]
 
@@ -61,6 +65,7 @@ class Daemon:
         self._status_at = 0.0
         self._told: tuple[object, ...] = ()
         self._status_is_old = False
+        self._told_late = BitMap64()
         self._host = os.uname().nodename
 
     # --- from start to stop ----------------------------------------------------------------------
@@ -69,7 +74,9 @@ class Daemon:
         """Read the run directory: from here on its state is known."""
         settings = self.settings
         self.run = run
-        self.looking = Looking(settings, run, self.conditions)
+        self.looking = Looking(
+            settings, run, self.conditions, waiting_groups=lambda: unknown_groups(self.plan)
+        )
         retired = finish_retirement(run)
         if retired is not None:
             log.warning("retirement finished", extra={"fields": {"folder": retired}})
@@ -79,6 +86,7 @@ class Daemon:
         self.inventory = Inventory(run)
         self.inventory.load()
         self._refresh_at = self.clock() + settings.scan_seconds
+        newest = newest_note(run, self.inventory.shelves.notes())
         self._requeue = Requeue(
             run,
             requeue_seconds=settings.requeue_seconds,
@@ -96,6 +104,10 @@ class Daemon:
             settings=settings,
             wall=self.wall,
         )
+        if newest is not None:
+            self.delivery.counts.latest_note = LatestNote(
+                environment=newest.environment, reason=newest.reason, file=newest.file_name
+            )
         fields = {
             "run_dir": run.root,
             "delivered": self.inventory.delivered,
@@ -161,16 +173,17 @@ class Daemon:
     def _step(self, now: float) -> None:
         if now >= self._refresh_at or self._is_unsettled():
             self._refresh(now)
-            if self.inventory.undelivered:
-                self.plan.reopen()
+        if self.inventory.undelivered:
+            self.plan.reopen()
         if now < self._write_backoff.until:
             return
         if not self._may_read(now):
             self.delivery.finish(self.looking.source.job, now)
             return
         self._look(now)
-        self._set_aside_overdue(now)
+        self._give_up_waiting(now)
         self._deliver(now)
+        self.looking.went_well(now)
 
     def _write_failed(self, error: SpoolWriteError, now: float) -> None:
         if error.state_unknown:
@@ -188,10 +201,11 @@ class Daemon:
         if now < self._write_backoff.until:
             dues.append(self._write_backoff.until)
         elif not self._is_held():
-            dues.append(now if self.inventory.undelivered else self.looking.due_at())
+            is_due = self.looking.is_open and self.inventory.undelivered
+            dues.append(now if is_due else self.looking.due_at())
             if self.looking.is_open and (due := self.plan.due_at()) is not None:
                 dues.append(due)
-            if (due := self._overdue.due_at()) is not None:
+            if self.looking.is_open and (due := self._overdue.due_at()) is not None:
                 dues.append(due)
         return max(0.0, min(dues) - now)
 
@@ -265,6 +279,8 @@ class Daemon:
         """Begin anew with a source that was replaced, or end the daemon, as the setting says."""
         if self.settings.on_replaced is OnReplaced.REFUSE:
             raise error
+        # What is still being written is of the old source, and goes with it.
+        self.delivery.finish(self.looking.source.job, now)
         folder = retire(self.run, self.looking.source.job, at=self.wall())
         fields = {"what": error.message, "retired_to": folder}
         log.warning("source replaced", extra={"fields": fields})
@@ -274,6 +290,8 @@ class Daemon:
         self.delivery.inventory = self.inventory
         self.delivery.plan = self._new_plan()
         self.delivery.forget()
+        self.delivery.unrewarded.clear()
+        self._told_late.clear()
         self._overdue = Overdue(seconds=self.settings.missing_row_seconds)
         self._refresh_at = now
 
@@ -282,26 +300,48 @@ class Daemon:
             if member.id in self.inventory.set_aside:
                 self.plan.lose(member.id, member.group, now)
             else:
-                self.plan.close(member.group)
+                for environment in self.plan.close(member.group):
+                    self.delivery.note_late(environment, self.looking.source.job, now)
         self.plan.drop(look.gone)
+        self.delivery.unrewarded.difference_update(BitMap64(look.gone))
         self._overdue.drop(look.gone)
         for environment in self.plan.offer(look.candidates, now):
             self.delivery.note_late(environment, self.looking.source.job, now)
-        self._overdue.seen(look.missing, now)
-        for environment in look.late:
-            fields = {"environment": environment}
-            log.warning("new rows after delivery are not looked at", extra={"fields": fields})
+        noted = self.inventory.missing_row_notes
+        self._overdue.seen((one for one in look.missing if one not in noted), now)
+        self.plan.registered(look.asked, look.registered)
+        self._tell_late(look.late)
 
-    def _set_aside_overdue(self, now: float) -> None:
-        overdue = [e for e in self._overdue.due(now) if e not in self.inventory.missing_row_notes]
-        self._overdue.drop(self._overdue.due(now))
-        for environment in overdue:
+    def _tell_late(self, environments: Iterable[int]) -> None:
+        """Say once of each environment that its new rows are not looked at."""
+        for environment in environments:
+            if environment in self._told_late:
+                continue
+            self._told_late.add(environment)
+            if environment in self.inventory.set_aside:
+                said = "new rows of what is set aside are not looked at until its note is removed"
+            else:
+                said = "new rows after delivery are not looked at"
+            log.warning(said, extra={"fields": {"environment": environment}})
+
+    def _give_up_waiting(self, now: float) -> None:
+        """Decide about missing rows and groups that waited long enough.
+
+        Not before all of the source was seen: what comes late must not be mistaken for what was
+        only out of sight, say while the source could not be read.
+        """
+        if not self.looking.has_seen_all:
+            return
+        due = self._overdue.due(now)
+        self._overdue.drop(due)
+        # One whose row turned up in between waits for its group, or for its reward.
+        for environment in BitMap64(due) & self.delivery.missing_rows(self.looking.source):
             what = f"finished, and no usable row in {self.settings.missing_row_seconds:g} s"
             note = Note(
                 environment=environment, env_id="", reason=MISSING_ROW, what=what, policy=True
             )
             self.delivery.note(note, self.looking.source.job, now)
-        for group in self.plan.expired(now):
+        for group in self.plan.give_up(now):
             for environment in list(group.complete):
                 what = f"its group {group.key} is not whole"
                 note = Note(
@@ -325,6 +365,8 @@ class Daemon:
             self.delivery.deliver(self.looking.source, units, now)
         except SourceUnavailable as error:
             self._source_failed(error, now)
+        except SourceReplaced as error:
+            self._retire(error, now)
         self._overdue.keep_out(self.inventory.skip)
 
     # --- once ------------------------------------------------------------------------------------
@@ -352,13 +394,13 @@ class Daemon:
         except SourceReplaced as error:
             self._retire(error, now)
             self._take_all(now)
-        self._set_aside_overdue(now)
-        self._drain(now + self.settings.linger_seconds)
 
     def _take_all(self, now: float) -> None:
         for look in self.looking.all_looks(self.inventory, now):
             self._take(look, now)
             self._drain(now)
+        self._give_up_waiting(now)
+        self._drain(now + self.settings.linger_seconds)
 
     def _drain(self, now: float) -> None:
         """Publish every batch that is due at `now`."""
@@ -372,7 +414,8 @@ class Daemon:
     def _say_what_waits(self) -> None:
         fields = {
             "running": self.looking.running,
-            "missing_rows": len(self._overdue),
+            "missing_rows": len(self.delivery.missing_rows(self.looking.source)),
+            "without_reward": len(self.delivery.unrewarded),
             "groups": sum(1 for _ in self.plan.waiting()),
             "notes": self.inventory.note_count,
             "delivered": self.inventory.delivered,
@@ -393,7 +436,9 @@ class Daemon:
             inventory.note_count,
             len(self.plan),
             self.looking.running,
-            len(self._overdue),
+            self.plan.changes,
+            len(self.looking.source.missing),
+            len(self.delivery.unrewarded),
             self.conditions.changes,
         )
         self._status_is_old = self._status_is_old or facts != self._told
@@ -411,8 +456,19 @@ class Daemon:
             log.debug("status not written", extra={"fields": {"error": str(error)}})
 
     def _report(self, state: str, now: float) -> statusfile.Status:
-        source, running = self.looking.source, self.looking.running
-        note_waiting(self.conditions, self.plan, self._overdue, running, now)
+        source = self.looking.source
+        self.delivery.unrewarded.difference_update(self.inventory.skip)
+        waiting = Waiting(
+            is_open=self.looking.is_open,
+            running=self.looking.running,
+            ready=len(self.plan),
+            missing_rows=len(self.delivery.missing_rows(self.looking.source)),
+            unrewarded=len(self.delivery.unrewarded),
+            groups=sum(1 for _ in self.plan.waiting()),
+            first_group=next(self.plan.waiting(), None),
+            group_size=self.settings.group_size,
+        )
+        note_waiting(self.conditions, waiting, now)
         return statusfile.Status(
             version=__version__,
             pid=os.getpid(),
@@ -425,9 +481,10 @@ class Daemon:
             state=state,
             reasons=self.conditions.reasons(),
             source=statusfile.SourceState(
-                running=running,
-                ready=len(self.plan),
-                missing_rows=len(self._overdue),
+                running=waiting.running,
+                ready=waiting.ready,
+                missing_rows=waiting.missing_rows,
+                without_reward=waiting.unrewarded,
                 groups=waiting_groups(self.plan, self.settings.group_size, now, self.wall()),
             ),
             published=self.delivery.counts.published(),

@@ -2,36 +2,82 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
 from spoold.daemon.conditions import Conditions
-from spoold.policy import GroupPlan, Overdue, Plan
+from spoold.policy import Group, GroupPlan, Plan
 from spoold.spool.statusfile import WaitingGroup
 
-__all__ = ["note_waiting", "waiting_groups"]
+__all__ = ["Waiting", "note_waiting", "unknown_groups", "waiting_groups"]
 
 SHOWN_GROUPS: Final = 20
 
 
-def note_waiting(
-    conditions: Conditions, plan: Plan | GroupPlan, overdue: Overdue, running: int, now: float
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Numbers of environments that are not delivered yet, by what they lack; of groups the rest.
+
+    `ready` lack nothing: they wait for their batch.
+    """
+
+    is_open: bool
+    running: int
+    ready: int
+    missing_rows: int
+    unrewarded: int
+    groups: int
+    first_group: Group | None
+    group_size: int
+
+
+def note_waiting(conditions: Conditions, waiting: Waiting, now: float) -> None:
     """Begin and end the reasons that belong to a healthy run."""
-    groups = sum(1 for _ in plan.waiting())
     facts = {
-        "waiting-for-environments": (running, f"{running} environments are running"),
-        "groups-incomplete": (groups, f"{groups} groups wait for members"),
-        "missing-rows": (
-            len(overdue),
-            f"{len(overdue)} environments are finished and have no usable row",
+        "waiting-for-environments": (
+            waiting.running,
+            f"{waiting.running} environments are running",
         ),
+        "groups-incomplete": (waiting.groups, _groups_words(waiting)),
+        "missing-rows": (
+            waiting.missing_rows,
+            f"{waiting.missing_rows} environments are finished and have no usable row",
+        ),
+        "null-rewards": (
+            waiting.unrewarded,
+            f"{waiting.unrewarded} complete environments wait for a reward (null_reward = wait)",
+        ),
+        "linger": (waiting.ready, f"{waiting.ready} environments are complete, not yet a batch"),
     }
+    anything = any(holds for holds, _ in facts.values())
+    facts["source-empty"] = (
+        waiting.is_open and not anything,
+        "no environment is running, and all that completed is delivered or set aside",
+    )
     for code, (holds, text) in facts.items():
         if holds:
             conditions.begin(code, text, now=now)
         else:
             conditions.end(code, now=now)
+
+
+def _groups_words(waiting: Waiting) -> str:
+    words = f"{waiting.groups} groups wait for members"
+    group = waiting.first_group
+    if group is None:
+        return words
+    words += f": {group.key} has {len(group.complete)} of {waiting.group_size}"
+    for what, who in (("waits for", group.missing), ("set aside:", sorted(group.lost))):
+        if who:
+            words += f", {what} {', '.join(map(str, who[:5]))}{', …' if len(who) > 5 else ''}"
+    return words
+
+
+def unknown_groups(plan: Plan | GroupPlan) -> frozenset[str]:
+    """Return the groups that status shows and whose members were not asked for yet."""
+    shown = islice(plan.waiting(), SHOWN_GROUPS)
+    return frozenset(group.key for group in shown if group.members is None)
 
 
 def waiting_groups(
@@ -43,6 +89,8 @@ def waiting_groups(
             group=group.key,
             have=len(group.complete),
             want=group_size,
+            missing=group.missing,
+            set_aside=tuple(sorted(group.lost)),
             since=round(wall - (now - group.since)),
         )
         for group in islice(plan.waiting(), SHOWN_GROUPS)

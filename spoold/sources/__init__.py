@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from spoold.errors import ConfigError
@@ -40,6 +40,10 @@ class Source(Protocol):
     def running(self) -> int:
         """How many environments have step rows and are neither delivered nor candidates."""
 
+    @property
+    def missing(self) -> BitMap64:
+        """The finished environments that have no usable row, as far as was looked and read."""
+
     def watched(self) -> Mapping[str, frozenset[str]]:
         """Return the folders, and the names in each, whose changes are hints to look."""
 
@@ -75,6 +79,12 @@ class Source(Protocol):
         Tells after a restart which groups are closed, and whose members are lost.
         """
 
+    def members(self, groups: Collection[str]) -> Iterator[tuple[Candidate, ...]]:
+        """Return all members of these groups that are registered and not deleted, in slices.
+
+        Goes over every environment: for a few groups, and not often.
+        """
+
     def read(self, ids: Sequence[int]) -> Iterator[tuple[int, tuple[StepRow, ...]]]:
         """Return the rows that become samples, the chosen one last, in the order of `ids`.
 
@@ -82,13 +92,13 @@ class Source(Protocol):
         transaction is open while the caller holds an item.
         """
 
-    def verify(self, remembered: Mapping[int, str], highest: int) -> None:
+    def verify(self, remembered: Mapping[int, str], highest: int) -> BitMap64:
         """Make sure that this is the database that was delivered from.
 
         `remembered`: env_id by environment id. `highest`: the highest id delivered, 0 for none.
         Raises SourceReplaced where an env_id belongs to another row at its id or ids went
         backwards, SourceUnavailable where there are no environments at all yet. A row that is
-        merely gone is fine.
+        merely gone is fine; those of `remembered` are returned.
         """
 
 

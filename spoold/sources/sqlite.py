@@ -15,11 +15,12 @@ so that it is called before each reconcile.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from pyroaring import BitMap64
@@ -42,6 +43,7 @@ __all__ = ["SqliteSource"]
 
 SLICE: Final = 20_000
 _FEW: Final = 256
+_SLICE_SECONDS: Final = 1.0
 _TABLES_TRIES: Final = 10
 _TABLES_PAUSE_SECONDS: Final = 0.05
 
@@ -92,6 +94,11 @@ class SqliteSource:
         """How many environments have step rows and are neither delivered nor candidates."""
         return self._watched.running
 
+    @property
+    def missing(self) -> BitMap64:
+        """The finished environments that have no usable row, as far as was looked and read."""
+        return self._watched.missing
+
     def watched(self) -> Mapping[str, frozenset[str]]:
         """Return the folders, and the names in each, whose changes are hints."""
         watched: dict[str, frozenset[str]] = {}
@@ -125,13 +132,19 @@ class SqliteSource:
                     f"{self._path} is another file now", hint="spoold opens it anew"
                 )
             # While the -wal of the old file lies there, and until another one was seen.
-            self._stale_wal = self._stale_wal or self._wal
-        database = connect(self._path, stale_wal=self._stale_wal)
+            if file is not None:
+                self._stale_wal = self._stale_wal or self._wal
+        else:
+            self._stale_wal = None  # it was away, and is back with what is its own
         try:
-            self._take(database, is_new=is_new)
-        except BaseException:
-            database.close()
-            raise
+            database = connect(self._path, stale_wal=self._stale_wal)
+            try:
+                self._take(database, is_new=is_new)
+            except BaseException:
+                database.close()
+                raise
+        except SourceSchemaError as error:
+            raise self._changed_schema(error) from error
         self._database = database
         self._file, self._wal, self._stale_wal = database.id, database.wal_id, None
         self._seen = None
@@ -170,13 +183,13 @@ class SqliteSource:
             with database.transaction() as connection:
                 try:
                     return read_schema(connection, self._path)
-                except SourceSchemaError as error:
+                except SourceSchemaError:
                     if tries == _TABLES_TRIES:
-                        raise self._changed_schema(error) from error
+                        raise
             time.sleep(_TABLES_PAUSE_SECONDS)
 
     def _changed_schema(self, error: SourceSchemaError) -> SourceError:
-        """Return the error to raise: what was a rollout database once may be in a migration."""
+        """Return the error to raise: a rollout database may be in a migration, or being copied."""
         if self._schema is None:
             return error
         return SourceUnavailable(error.message, hint=error.hint)
@@ -273,8 +286,10 @@ class SqliteSource:
                 if environment in skip:
                     late.add(environment)
                     continue
+                if not is_alive:
+                    continue
                 touched.add(environment)
-                if has_ended and is_alive:
+                if has_ended:
                     ended[environment] = Candidate(environment, _group(group))
         return touched, late, [ended[environment] for environment in sorted(ended)]
 
@@ -297,15 +312,19 @@ class SqliteSource:
         return upto, rows
 
     def _finished_among(self, ids: list[int]) -> list[Candidate]:
-        if not ids:
-            return []
-        with self._transaction() as (connection, schema):
-            values = {"ids": str(ids), "job": self.job}
-            rows = connection.execute(schema.finished_among, values)
-            return [Candidate(environment, _group(group)) for environment, group in rows]
+        found: list[Candidate] = []
+        for at in range(0, len(ids), SLICE):
+            with self._transaction() as (connection, schema):
+                values = {"ids": str(ids[at : at + SLICE]), "job": self.job}
+                rows = connection.execute(schema.finished_among, values)
+                found += [Candidate(environment, _group(group)) for environment, group in rows]
+        return found
 
     def reconcile(self, skip: BitMap64) -> Iterator[Look]:
-        """Look at every environment that is not in `skip`, in slices of 20,000 ids."""
+        """Look at every environment that is not in `skip`, in slices of 20,000 ids.
+
+        Shorter ones where flags lie behind so much that a slice would take a second.
+        """
         with self._transaction() as (connection, schema):
             end = heights_of(connection, schema).environments + 1
         first = 1
@@ -326,26 +345,26 @@ class SqliteSource:
         """Return what is in a slice, and where the next one begins."""
         groups: dict[int, object] = {}
         found = Found()
-        suspects: list[int] = []
         finished = BitMap64()
+        needs_finished = self.ready_when is ReadyWhen.FINISHED
         rows, next_first = self._registered(first, end, skip)
+        rows = [row for row in rows if row[0] not in skip]
+        ended = BitMap64()
+        if self.ready_when is ReadyWhen.TERMINAL:
+            ended, upto = self._ended_among([row[0] for row in rows if row[3]])
+            if upto is not None:
+                rows = [row for row in rows if row[0] <= upto]
+                next_first = upto + 1
         for environment, group, is_finished, has_rows in rows:
-            if environment in skip:
-                continue
             groups[environment] = group
             if is_finished:
                 finished.add(environment)
             if not has_rows:
                 found.missing.add(environment)
-            elif self.ready_when is ReadyWhen.TERMINAL:
-                suspects.append(environment)
-            elif is_finished:
+            elif environment in ended or (is_finished and needs_finished):
                 found.candidates.add(environment)
             else:
                 found.running.add(environment)
-        ended = self._ended_among(suspects)
-        found.candidates |= ended
-        found.running |= BitMap64(suspects) - ended
         found.missing |= found.running & finished
         self._try_again(found, finished)
         gone = self._watched.reconciled(first, next_first, found, skip)
@@ -375,14 +394,18 @@ class SqliteSource:
             (following,) = connection.execute(schema.next_environment, (end,)).fetchone()
         return rows, end if following is None else max(end, following)
 
-    def _ended_among(self, ids: list[int]) -> BitMap64:
+    def _ended_among(self, ids: list[int]) -> tuple[BitMap64, int | None]:
         """Return which of `ids` have a row whose flags say that the session has ended.
 
-        Flags lie behind the messages of a row: this reads all of a session that has not.
+        Flags lie behind the messages of a row: this reads all of a session that has not. So it
+        stops after a second, and says at which of `ids`; None: it looked at all of them.
         """
         ended = BitMap64()
         at = 0
+        give_up = time.monotonic() + _SLICE_SECONDS
         while at < len(ids):
+            if at and time.monotonic() > give_up:
+                return ended, ids[at - 1]
             began = time.monotonic()
             with self._transaction() as (connection, schema):
                 values = {"ids": str(ids[at : at + _FEW]), "job": self.job}
@@ -391,12 +414,12 @@ class SqliteSource:
                     if has_ended:
                         ended.add(environment)
                     if time.monotonic() - began > MAX_TRANSACTION_SECONDS:
-                        at = _after(ids, environment)
+                        at = bisect_right(ids, environment)
                         break
                 else:
                     at += _FEW
                 cursor.close()
-        return ended
+        return ended, None
 
     def _try_again(self, found: Found, finished: BitMap64) -> None:
         """Take out of the candidates those that had no usable row and have none now."""
@@ -418,6 +441,19 @@ class SqliteSource:
             yield tuple(Candidate(one, _group(group)) for one, group in rows if one in ids)
             first = next(ids.iter_equal_or_larger(end), 0)
 
+    def members(self, groups: Collection[str]) -> Iterator[tuple[Candidate, ...]]:
+        """Return all members of these groups that are registered and not deleted, in slices."""
+        first: int | None = 1
+        wanted = json.dumps(sorted(groups))
+        while first is not None:
+            with self._transaction() as (connection, schema):
+                end = first + SLICE
+                values = {"first": first, "end": end, "job": self.job, "groups": wanted}
+                rows = connection.execute(schema.members, values).fetchall()
+                following = connection.execute(schema.next_environment, (end,))
+                (first,) = following.fetchone()
+            yield tuple(Candidate(one, _group(group)) for one, group in rows)
+
     # ---- rows ----------------------------------------------------------------------------------
 
     def read(self, ids: Sequence[int]) -> Iterator[tuple[int, tuple[StepRow, ...]]]:
@@ -431,8 +467,8 @@ class SqliteSource:
 
     # ---- identity ------------------------------------------------------------------------------
 
-    def verify(self, remembered: Mapping[int, str], highest: int) -> None:
-        """Make sure that this is the database that was delivered from."""
+    def verify(self, remembered: Mapping[int, str], highest: int) -> BitMap64:
+        """Make sure that this is the database that was delivered from; return whose row is gone."""
         with self._transaction() as (connection, schema):
             heights = heights_of(connection, schema)
             if not heights.environments:
@@ -454,12 +490,8 @@ class SqliteSource:
                     "delivered from here",
                     hint="on_replaced says what becomes of the old spool",
                 )
+        return BitMap64(remembered.keys() - found.keys())
 
 
 def _group(group: object) -> str:
     return group.decode("utf-8", "replace") if isinstance(group, bytes) else ""
-
-
-def _after(ids: Sequence[int], one: int) -> int:
-    """Return the place in the sorted `ids` behind `one`."""
-    return bisect_right(ids, one)

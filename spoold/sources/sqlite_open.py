@@ -61,6 +61,15 @@ _UNAVAILABLE: Final = {
     ),
 }
 
+_NO_SHARED_MEMORY: Final = frozenset(
+    {
+        sqlite3.SQLITE_IOERR_SHMOPEN,
+        sqlite3.SQLITE_IOERR_SHMSIZE,
+        sqlite3.SQLITE_IOERR_SHMLOCK,
+        sqlite3.SQLITE_IOERR_SHMMAP,
+    }
+)
+
 
 def connect(path: str, *, stale_wal: FileId | None = None) -> Database:
     """Open the database at an absolute path.
@@ -129,6 +138,7 @@ class Database:
         self._guard = guard
         self._connection: sqlite3.Connection | None = None
         self._facts = _facts(path)
+        self.id: FileId | None = None
         uri = f"file:{quote(os.fsencode(path))}?mode=ro{'&immutable=1' if immutable else ''}"
         try:
             with self._translated():
@@ -208,7 +218,17 @@ class Database:
             raise self._failed(error) from error
 
     def _failed(self, error: sqlite3.Error) -> Exception:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        extended = getattr(error, "sqlite_errorcode", 0)
+        if extended in _NO_SHARED_MEMORY:
+            return SourceUnavailable(
+                f"cannot read {self.path}: its file system has no shared memory, which WAL needs",
+                hint="move the database to a local file system; spoold tries again by itself",
+            )
+        code = extended & 0xFF
+        if code == sqlite3.SQLITE_NOTADB and self.id is not None:
+            return SourceUnavailable(
+                f"{self.path} was overwritten by what is no SQLite database", hint=_TRIES_AGAIN
+            )
         if code == sqlite3.SQLITE_NOTADB:
             return SourceSchemaError(
                 f"{self.path} is no SQLite database", hint="name the rollout database"

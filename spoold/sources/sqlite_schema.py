@@ -99,6 +99,10 @@ class Schema:
         WHERE e.finished = 1 AND +e.is_deleted = 0 AND +e.job_id = :job""")
 
     groups = "SELECT e.id, e.group_id FROM job_environments AS e WHERE e.id >= ? AND e.id < ?"
+    members = _sql("""
+        SELECT e.id, e.group_id FROM job_environments AS e
+        WHERE e.id >= :first AND e.id < :end AND +e.is_deleted = 0 AND +e.job_id = :job
+        AND +e.group_id IN (SELECT g.value FROM json_each(:groups) AS g)""")
     next_environment = "SELECT min(e.id) FROM job_environments AS e WHERE e.id >= ?"
     in_range = _sql("""
         SELECT e.id, e.group_id, e.finished = 1, {has_rows} FROM job_environments AS e

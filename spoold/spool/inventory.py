@@ -58,9 +58,9 @@ class Inventory:
     """Where each batch lies, which environments are delivered, and which are set aside.
 
     `skip` holds the environments that are delivered or set aside, `set_aside` only those with a
-    note. `undelivered` becomes True when
-    environments came out of it again (a batch was removed, a note was removed): then the source
-    has to be reconciled; whoever acts on it sets it back.
+    note. `undelivered` becomes True when environments came out of it again (a batch or a note was
+    removed), or came into it by a batch that this daemon did not publish: then the source has to be
+    reconciled, and what was decided about groups be learnt anew; whoever acts on it sets it back.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -115,8 +115,12 @@ class Inventory:
         return dict(self.ledger.remembered)
 
     def latest(self) -> dict[int, str]:
-        """Return the few of them that were remembered last, for a check that costs nothing."""
-        return dict(islice(reversed(self.ledger.remembered.items()), LATEST))
+        """Return the highest of them and the last few, for a check that costs next to nothing."""
+        remembered = self.ledger.remembered
+        latest = dict(islice(reversed(remembered.items()), LATEST))
+        # A copy that is older than the highest one does not know it, or knows it as another.
+        highest = max(remembered, default=0)
+        return latest | ({highest: remembered[highest]} if highest else {})
 
     # --- what changes it -------------------------------------------------------------------------
 
@@ -288,6 +292,8 @@ class Inventory:
             if isinstance(read, BatchCorrupt):
                 return True
             entry, size = read
+            if not self.skip.issuperset(BitMap64(entry.environments)):
+                self.undelivered = True
             self._deliver(entry)
         if held is None or held.place != place:
             fields = {"batch": batch_id, "to": place.path}

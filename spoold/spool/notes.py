@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from spoold import fs
@@ -11,7 +13,7 @@ from spoold.layout import NoteName, RunDir
 if TYPE_CHECKING:
     from spoold.model import Note
 
-__all__ = ["remove_note", "write_note"]
+__all__ = ["newest_note", "remove_note", "write_note"]
 
 
 def write_note(run: RunDir, note: Note, *, job: str, at: float) -> str:
@@ -30,6 +32,18 @@ def write_note(run: RunDir, note: Note, *, job: str, at: float) -> str:
     data = json.dumps(facts, ensure_ascii=False, indent=1).encode("utf-8", "backslashreplace")
     fs.put(f"{run.rejected}/{name}", data + b"\n", tmp_dir=run.tmp)
     return name
+
+
+def newest_note(run: RunDir, notes: Iterable[NoteName]) -> NoteName | None:
+    """Return the note that was written last, by its mtime; None where there is none."""
+
+    def written(note: NoteName) -> int:
+        try:
+            return os.stat(f"{run.rejected}/{note.file_name}").st_mtime_ns
+        except OSError:
+            return -1  # RACE: it may have been removed; a note is what matters least then
+
+    return max(notes, key=written, default=None)
 
 
 def remove_note(run: RunDir, file_name: str) -> None:

@@ -38,8 +38,9 @@ FORMAT: Final = 1
 SEVERE: Final = frozenset(
     {"source-unavailable", "source-schema", "disk-space", "unreadable", "bad-rows", "write-failed"}
 )
-"""Codes of reasons for which a person should come. The others (backpressure, source-empty,
-waiting-for-environments, groups-incomplete, missing-rows, linger) belong to a healthy run."""
+"""Codes of reasons for which a person should come. The others belong to a healthy run:
+backpressure, source-empty, waiting-for-environments, groups-incomplete, missing-rows, null-rewards,
+linger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,22 +55,31 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingGroup:
-    """A group that is not whole: `have` of `want` members are complete, `missing` are not."""
+    """A group that is not whole: `have` of `want` members are complete.
+
+    `missing` are not complete, `set_aside` have a note and will not be. Whoever is in neither is
+    not registered, or deleted, or was not asked for yet.
+    """
 
     group: str
     have: int
     want: int
     missing: tuple[int, ...] = ()
+    set_aside: tuple[int, ...] = ()
     since: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceState:
-    """What the last look found: running with step rows, complete and unpublished, without row."""
+    """What the last look found: running with step rows, complete and unpublished, without a row.
+
+    `without_reward` are complete but for that, under `null_reward = wait`.
+    """
 
     running: int = 0
     ready: int = 0
     missing_rows: int = 0
+    without_reward: int = 0
     groups: tuple[WaitingGroup, ...] = ()
 
 
@@ -86,7 +96,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatestNote:
-    """The newest note that this daemon wrote."""
+    """The newest note."""
 
     environment: int
     reason: str
@@ -95,7 +105,7 @@ class LatestNote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """Notes that lie in rejected/, and the newest that this daemon wrote."""
+    """Notes that lie in rejected/, and the newest of them or of those that were removed since."""
 
     notes: int = 0
     latest: LatestNote | None = None
