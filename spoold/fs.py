@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from spoold.errors import ConfigError, SpoolWriteError
 from spoold.layout import DIRECTORY_MODE, FILE_MODE, LOCK_MODE
+from spoold.oserrors import PASSING, doing, failed
 
 if TYPE_CHECKING:
     from filelock import FileLock
 
 __all__ = [
+    "PASSING",
     "Listing",
     "Lock",
     "failed",
@@ -44,22 +46,16 @@ __all__ = [
     "scan",
     "sync_dir",
     "write_new",
+    "write_tmp",
 ]
 
 _AT_FDCWD: Final = -100
 _RENAME_NOREPLACE: Final = 1
 _SMALL_BYTES: Final = 1 << 16
-_HINTS: Final = {
-    errno.ENOSPC: "free some space; spoold goes on by itself",
-    errno.EDQUOT: "free some space or raise the quota; spoold goes on by itself",
-    errno.EROFS: "mount it read-write; spoold goes on by itself",
-    errno.EACCES: "give this user permission on it",
-    errno.EPERM: "give this user permission on it",
-    errno.EXDEV: "all of a run directory must lie on one mount; spoold never copies",
-    errno.EMFILE: "raise the limit of open files (LimitNOFILE=)",
-    errno.EIO: "look at the kernel's log: the disk reports an error",
-}
-
+# A directory between mkdir and chmod: sticky, which no directory of a spool is, and closed to
+# others. Whoever dies there leaves it like this, and the next make_dirs knows that it is not done.
+_HALF_MADE: Final = 0o1770
+_HALF_MADE_MASK: Final = 0o5707  # the umask may take bits of the group, the parent may set setgid
 _Renameat2 = Callable[[int, bytes, int, bytes, int], int]
 
 
@@ -84,71 +80,60 @@ def _find_renameat2() -> _Renameat2 | None:
 renameat2: _Renameat2 | None = _find_renameat2()
 
 
-def failed(act: str, path: str, error: OSError, *, state_unknown: bool = False) -> SpoolWriteError:
-    """Return the SpoolWriteError that says what failed, where, and what to do next."""
-    hint = _HINTS.get(error.errno or 0, "")
-    return SpoolWriteError(
-        f"cannot {act} {path}: {os.strerror(error.errno or 0).lower()}",
-        hint=hint,
-        errno=error.errno,
-        state_unknown=state_unknown,
-    )
-
-
-class _doing:  # noqa: N801  # reads as a verb: with _doing("sync", path)
-    """Say what was being done, and where, when a system call fails. A class, because it is hot."""
-
-    __slots__ = ("act", "path")
-
-    def __init__(self, act: str, path: str) -> None:
-        self.act = act
-        self.path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and not isinstance(
-            error, FileNotFoundError | FileExistsError
-        ):
-            raise failed(self.act, self.path, error) from error
-
-
 def sync_dir(path: str) -> None:
-    """Make the names in a directory durable."""
-    with _doing("sync", path):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    """Make the names in a directory durable.
+
+    An error has `state_unknown`: a name was changed before, and nobody can say what of it outlives
+    a power cut. Trying again proves nothing: the kernel may have dropped what it could not write.
+    """
+    try:
+        with doing("sync", path):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+    except SpoolWriteError as error:
+        error.state_unknown = True
+        raise
 
 
 def make_dirs(path: str) -> bool:
     """Make a directory and its missing parents, each with mode 2770, durably.
 
     Returns whether anything was made. Every parent is synced up to the first that existed, so that
-    a new run directory outlives a power cut as a whole. A directory that is there is left as it is.
+    a new run directory outlives a power cut as a whole. A directory that is there is left as it
+    is, unless whoever made it died before it had its mode.
     """
     missing = []
     at = path
-    while not os.path.isdir(at):
+    while not _is_made(at):
         missing.append(at)
         parent = os.path.dirname(at) or "."
         if parent == at:
             break
         at = parent
     for folder in reversed(missing):
-        with _doing("make", folder):
+        with doing("make", folder):
             try:
-                os.mkdir(folder)
+                os.mkdir(folder, _HALF_MADE)
             except FileExistsError:
-                if os.path.isdir(folder):
-                    continue
-                raise NotADirectoryError(errno.ENOTDIR, "not a directory", folder) from None
+                if not os.path.isdir(folder):
+                    raise NotADirectoryError(errno.ENOTDIR, "not a directory", folder) from None
+                if _is_made(folder):
+                    continue  # RACE: another process was faster
             os.chmod(folder, DIRECTORY_MODE)
             sync_dir(os.path.dirname(folder) or ".")
     return bool(missing)
+
+
+def _is_made(path: str) -> bool:
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return False
+    is_half = facts.st_mode & _HALF_MADE_MASK == _HALF_MADE & _HALF_MADE_MASK
+    return stat.S_ISDIR(facts.st_mode) and not (is_half and facts.st_uid == os.geteuid())
 
 
 def write_new(path: str, data: bytes | Sequence[bytes]) -> None:
@@ -157,7 +142,7 @@ def write_new(path: str, data: bytes | Sequence[bytes]) -> None:
     `data` may be pieces, so that nobody has to join them. The name is not durable yet. When
     anything fails the file is removed: it is never half there.
     """
-    with _doing("write", path):
+    with doing("write", path):
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
         try:
             try:
@@ -174,6 +159,22 @@ def write_new(path: str, data: bytes | Sequence[bytes]) -> None:
             raise
 
 
+def write_tmp(path: str, data: bytes | Sequence[bytes]) -> None:
+    """Write a file of tmp/, as write_new does; what lies there under its name is a leftover.
+
+    A leftover (of a write that failed, and whose file could not be removed then) is never written
+    to again: it is removed, and the file made anew.
+    """
+    try:
+        try:
+            write_new(path, data)
+        except FileExistsError:
+            remove(path)
+            write_new(path, data)
+    except (FileNotFoundError, FileExistsError) as error:
+        raise failed("write", path, error) from error
+
+
 def _write_all(fd: int, data: bytes) -> None:
     written = os.write(fd, data)
     while written < len(data):
@@ -185,7 +186,7 @@ def rename_noreplace(old: str, new: str) -> None:
 
     FileNotFoundError: `old` (or the folder of `new`) is not there. FileExistsError: `new` is there.
     """
-    with _doing("rename", f"{old} to {new}"):
+    with doing("rename", f"{old} to {new}"):
         if renameat2 is not None:
             if not renameat2(
                 _AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), _RENAME_NOREPLACE
@@ -197,24 +198,26 @@ def rename_noreplace(old: str, new: str) -> None:
         # RACE: between link and unlink both names are there; whoever lists sees one batch id twice
         # and leaves the file that is further on.
         os.link(old, new, follow_symlinks=False)
-        with contextlib.suppress(FileNotFoundError):
+        try:
             os.unlink(old)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            # Nothing was moved, then; a caller that hears of an error believes that.
+            os.unlink(new)
+            raise
 
 
 def move(old: str, new: str) -> None:
     """Rename without replacing; durable when it returns: destination synced, then source."""
     rename_noreplace(old, new)
-    try:
-        target = os.path.dirname(new)
-        sync_dir(target)
-        source = os.path.dirname(old)
-        if source != target:
-            # RACE: the folder that the file came from may be removed by now, and its name with it.
-            with contextlib.suppress(FileNotFoundError):
-                sync_dir(source)
-    except SpoolWriteError as error:
-        error.state_unknown = True
-        raise
+    target = os.path.dirname(new)
+    sync_dir(target)
+    source = os.path.dirname(old)
+    if source != target:
+        # RACE: the folder that the file came from may be removed by now, and its name with it.
+        with contextlib.suppress(FileNotFoundError):
+            sync_dir(source)
 
 
 def put(path: str, data: bytes, *, tmp_dir: str, durable: bool = True) -> None:
@@ -224,44 +227,54 @@ def put(path: str, data: bytes, *, tmp_dir: str, durable: bool = True) -> None:
     """
     tmp = f"{tmp_dir}/{os.path.basename(path)}.{os.getpid()}"
     if durable:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(tmp)
-        write_new(tmp, data)
+        write_tmp(tmp, data)
     else:
         with (
-            _doing("write", tmp),
+            doing("write", tmp),
             open(os.open(tmp, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), "wb") as f,
         ):
             os.fchmod(f.fileno(), FILE_MODE)
             f.write(data)
-    with _doing("rename", path):
-        os.rename(tmp, path)
+    _put_in_place(tmp, path)
     if durable:
         sync_dir(os.path.dirname(path))
+
+
+def _put_in_place(tmp: str, path: str) -> None:
+    """Rename a written file over whatever lies at `path`; when that fails it is removed."""
+    try:
+        with doing("rename", path):
+            os.rename(tmp, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(tmp)
+        if isinstance(error, FileNotFoundError | FileExistsError):
+            raise failed("rename", path, error) from error
+        raise
 
 
 def put_many(files: Iterable[tuple[str, bytes]], *, folder: str, tmp_dir: str) -> None:
     """Write files, by name, into one folder: each synced and renamed, then the folder synced."""
     for name, data in files:
         tmp = f"{tmp_dir}/{name}"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(tmp)
-        write_new(tmp, data)
-        with _doing("rename", f"{folder}/{name}"):
-            os.rename(tmp, f"{folder}/{name}")
+        write_tmp(tmp, data)
+        _put_in_place(tmp, f"{folder}/{name}")
     sync_dir(folder)
 
 
 def remove(path: str) -> None:
     """Unlink a file; fine when it is gone already. Syncs nothing."""
-    with _doing("remove", path), contextlib.suppress(FileNotFoundError):
+    with doing("remove", path), contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
 
 def rename_over(old: str, new: str) -> None:
     """Rename over whatever file lies at `new`; destination and source directory are synced."""
-    with _doing("rename", f"{old} to {new}"):
+    with doing("rename", f"{old} to {new}"):
         os.rename(old, new)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.lstat(old), os.lstat(new)):
+                os.unlink(old)  # two names of one file: rename did nothing, as POSIX wants it
     sync_dir(os.path.dirname(new))
     sync_dir(os.path.dirname(old))
 
@@ -271,7 +284,7 @@ def read(path: str) -> bytes:
 
     FileNotFoundError passes; all else is a SpoolWriteError that names the remedy.
     """
-    with _doing("read", path):
+    with doing("read", path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             facts = os.fstat(fd)
@@ -290,11 +303,11 @@ def read(path: str) -> bytes:
 
 def read_each(folder: str, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
     """Yield the bytes of small files in one folder. Fails as `read` does."""
-    with _doing("read", folder):
+    with doing("read", folder):
         folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in names:
-            with _doing("read", f"{folder}/{name}"):
+            with doing("read", f"{folder}/{name}"):
                 flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
                 fd = os.open(name, flags, dir_fd=folder_fd)
                 try:
@@ -319,7 +332,7 @@ class Listing(NamedTuple):
 def scan(path: str) -> Listing:
     """List a directory. FileNotFoundError when it is not there; unreadable is never empty."""
     listing = Listing([], [], [])
-    with _doing("list", path), os.scandir(path) as entries:
+    with doing("list", path), os.scandir(path) as entries:
         for entry in entries:
             if entry.is_file(follow_symlinks=False):
                 listing.files.append(entry.name)
@@ -332,7 +345,7 @@ def scan(path: str) -> Listing:
 
 def free_bytes(path: str) -> int:
     """Return how many bytes an unprivileged process may still write beside `path`."""
-    with _doing("stat", path):
+    with doing("stat", path):
         facts = os.statvfs(path)
     return facts.f_bavail * facts.f_frsize
 
@@ -345,12 +358,12 @@ def probe_renames(folders: Iterable[str], tmp_dir: str) -> None:
     """
     name = f"probe-{os.getpid()}"
     at = f"{tmp_dir}/{name}"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(at)
     try:
-        write_new(at, b"")
+        write_tmp(at, b"")
         for folder in folders:
-            if os.stat(folder).st_mode & stat.S_ISVTX:
+            with doing("stat", folder):
+                facts = os.stat(folder)
+            if facts.st_mode & stat.S_ISVTX:
                 raise ConfigError(
                     f"{folder} has the sticky bit: trainers under another uid cannot move files",
                     hint=f"chmod -t {folder}",
@@ -361,7 +374,7 @@ def probe_renames(folders: Iterable[str], tmp_dir: str) -> None:
         rename_noreplace(at, f"{tmp_dir}/{name}")
         at = f"{tmp_dir}/{name}"
     except SpoolWriteError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        if error.errno in PASSING:
             raise
         raise ConfigError(error.message, hint=error.hint) from error
     except FileNotFoundError as error:
@@ -460,8 +473,10 @@ def lock_is_held(path: str) -> bool | None:
         raise failed("open", path, error) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError as error:
+        raise failed("probe", path, error) from error
     finally:
         os.close(fd)
     return False

@@ -24,6 +24,7 @@ from spoold.errors import (
     SourceReplaced,
     SourceUnavailable,
     SpoolHeld,
+    SpoolLocked,
     SpoolWriteError,
 )
 from spoold.layout import RunDir
@@ -68,6 +69,7 @@ class Daemon:
         """Read the run directory: from here on its state is known."""
         settings = self.settings
         self.run = run
+        self.lock = lock
         self.looking = Looking(settings, run, self.conditions)
         retired = finish_retirement(run)
         if retired is not None:
@@ -103,15 +105,20 @@ class Daemon:
         log.info("started", extra={"fields": fields})
 
     def stop(self) -> None:
-        """Give back what is reserved and say so. Nothing is half done between two steps."""
+        """Give back what is reserved and say so. Nothing is half done between two steps.
+
+        Where the lock is lost, nothing is touched: it may be another daemon's by now.
+        """
         self.looking.close()
         try:
             self.delivery.finish(self.looking.source.job, self.clock())
-            self.delivery.close()
-            self.numbers.give_back()
-            self._write_status("stopped", self.clock())
-        except SpoolWriteError as error:
+            if self.lock.still_held():
+                self.numbers.give_back()
+                self._write_status("stopped", self.clock())
+        except (SpoolWriteError, SpoolLocked) as error:
             log.warning("stopping", extra={"fields": {"failed": str(error)}})
+        finally:
+            self.delivery.close()
         counts = self.delivery.counts
         fields = {"batches": counts.batches, "environments": counts.environments}
         log.info("stopped", extra={"fields": fields})
@@ -204,10 +211,15 @@ class Daemon:
 
     def _refresh(self, now: float) -> None:
         self._refresh_at = now + self.settings.scan_seconds
+        if not self.lock.still_held():
+            raise setup.lock_lost(self.lock.path)
         self.delivery.finish(self.looking.source.job, now)
         self.inventory.refresh(now=now)
         if self._requeue.tend(self.inventory, now):
             self.inventory.refresh(now=now)
+        # Of a daemon that was killed between its publish and the removal of the note.
+        notes = self.inventory.missing_row_notes
+        self.delivery.drop_missing_row_notes([one for one in notes if one in self.inventory.skip])
 
     def _may_read(self, now: float) -> bool:
         """Whether anything may be published; the conditions say why not."""
@@ -336,7 +348,7 @@ class Daemon:
         try:
             self._publish_all(now)
         except SpoolWriteError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in (errno.ENOSPC, errno.EDQUOT) and not error.state_unknown:
                 raise SpoolHeld(error.message, hint=error.hint) from error
             raise
         finally:

@@ -42,6 +42,7 @@ log = logging.getLogger("spoold.spool")
 MISSING_ROW: Final = "missing-row"
 MERGE_AT: Final = 1000
 LATEST: Final = 8
+REPORTED_FILES: Final = 20
 
 
 @dataclass(slots=True)
@@ -190,6 +191,8 @@ class Inventory:
             return 0
         ledgerdir.merge(self.run, self.ledger, gone)
         log.info("ledger merged", extra={"fields": {"entries": len(gone)}})
+        if self.ledger.stale:
+            self._recount()  # an entry was removed by hand, or withdrawn before
         return len(gone)
 
     # --- one batch at a time ---------------------------------------------------------------------
@@ -398,12 +401,21 @@ class Inventory:
         self.skip |= self.set_aside
 
     def _report_unknown(self) -> None:
+        if not self.shelves.unknown_changed:
+            return
+        self.shelves.unknown_changed = False
         unknown = self.shelves.unknown()
-        for path in unknown:
-            if path not in self._reported:
-                shown = os.fsencode(path).decode("utf-8", "backslashreplace")
-                fields = {"file": shown, "is": "no batch, left alone"}
-                log.warning("unknown file", extra={"fields": fields})
+        new = [path for path in unknown if path not in self._reported]
+        for path in new[:REPORTED_FILES]:
+            shown = os.fsencode(path).decode("utf-8", "backslashreplace")
+            fields = {"file": shown, "is": "no batch, left alone"}
+            log.warning("unknown file", extra={"fields": fields})
+        if len(new) > REPORTED_FILES:
+            more: dict[str, object] = {
+                "files": len(new) - REPORTED_FILES,
+                "see": f"spoold check {self.run.root}",
+            }
+            log.warning("more unknown files", extra={"fields": more})
         self._reported = set(unknown)
 
 

@@ -10,6 +10,7 @@ from typing import Final
 from spoold import fs
 from spoold.errors import ConfigError, SpoolLocked, SpoolWriteError
 from spoold.layout import RunDir, State
+from spoold.spool.shelves import PROBE_PREFIX
 
 __all__ = ["clean_tmp", "lock_run", "make_run", "tie"]
 
@@ -29,6 +30,8 @@ def make_run(root: str) -> RunDir:
         for folder in (run.root, *folders, run.house, run.tmp, run.ledger):
             fs.make_dirs(folder)
     except SpoolWriteError as error:
+        if error.errno in fs.PASSING:
+            raise
         raise ConfigError(
             error.message, hint=error.hint or "choose another run directory or move what is there"
         ) from error
@@ -57,10 +60,23 @@ def locked_by(run: RunDir) -> SpoolLocked:
     )
 
 
+def lock_lost(path: str) -> SpoolLocked:
+    """Return the error for a daemon whose lock file was removed or replaced while it held it."""
+    return SpoolLocked(
+        f"the lock file {path} was removed or replaced while it was held",
+        hint="another daemon may have this run directory; this one stops",
+    )
+
+
 def probe(run: RunDir) -> None:
     """Rename a file through every folder, so that a move that cannot work is found at start."""
     folders = [f"{run.root}/{state.value}" for state in State]
     inside = [f"{top}/{name}" for top in folders for name in sorted(fs.scan(top).folders)]
+    for folder in (*folders, *inside):
+        fs.make_dirs(folder)  # one whose maker was killed has its mode now
+        for name in fs.scan(folder).files:
+            if name.startswith(PROBE_PREFIX):
+                fs.remove(f"{folder}/{name}")  # of a start that was killed
     fs.probe_renames([*folders, *inside], run.tmp)
 
 
