@@ -2,7 +2,7 @@
 
 An act is done by a process that can be killed, made to fail or cut off from power at any system
 call; `tests.crash.verdict` says afterwards whether anything was lost, doubled or half visible.
-What a process was told is durable it writes to the file `said`, outside of the run directory.
+What a process was told is durable it writes to a file beside the folder, which no cut reaches.
 """
 
 from __future__ import annotations
@@ -28,19 +28,24 @@ STRANGERS = ("pending/notes.txt", "acked/mine/README", "rejected/why.txt", ".spo
 
 @dataclass(frozen=True)
 class Act:
-    """`prepare` makes a folder with a database and a run directory; `do` is the act itself.
-
-    `loses`: batches that the act may remove for good.
-    """
+    """`prepare` makes a folder with a database and a run directory; `do` is the act itself."""
 
     name: str
     prepare: Callable[[Path], None]
     do: Callable[[Path], None]
 
 
+def said_file(folder: Path) -> Path:
+    """Where it is written down: beside the folder or, where that is a disk by itself, beside it."""
+    at = folder
+    while os.path.ismount(at.parent):
+        at = at.parent
+    return at.parent / f"{folder.name}.said"
+
+
 def say(folder: Path, text: str) -> None:
     """Write down what this process believes to be durable now."""
-    with open(folder / "said", "a") as said:
+    with open(said_file(folder), "a") as said:
         said.write(f"{text}\n")
 
 
@@ -117,7 +122,7 @@ def spool(folder: Path, *, environments: int = 6) -> list[moves.Found]:
     """A run directory with batches of two in pending/, and with files that nobody knows."""
     database(folder, environments)
     once(folder)
-    (folder / "said").unlink(missing_ok=True)
+    said_file(folder).unlink(missing_ok=True)
     for name in STRANGERS:
         stranger(folder, name)
     return moves.find(run_of(folder), State.PENDING)

@@ -149,7 +149,7 @@ def complete(folder: Path) -> set[int]:
 def said(folder: Path) -> list[tuple[str, str]]:
     """What the process said is durable: (word, batch id), in order."""
     try:
-        lines = (folder / "said").read_text().splitlines()
+        lines = acts.said_file(folder).read_text().splitlines()
     except FileNotFoundError:
         return []
     return [(word, batch_id) for word, _, batch_id in (line.partition(" ") for line in lines)]

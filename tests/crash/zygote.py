@@ -1,13 +1,15 @@
 """A process that has everything imported and forks a child for each act: cheap to kill.
 
 `Zygote` starts it and talks to it over a socket (`send` is none of the calls that are counted). Run
-as a script, with the socket as its stdin, it answers each line `act<TAB>folder` with the child's
-exit code, negative for a signal.
+as a script, with the socket as its stdin, it answers each line `act<TAB>folder<TAB>cut` with the
+child's exit code, negative for a signal. With a cut of n > 0 the child shuts the file system of the
+folder down before its n-th call that changes the run directory, and dies.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -44,9 +46,9 @@ class Zygote:
     def pid(self) -> int:
         return self._process.pid
 
-    def do(self, act: str, folder: Path) -> int:
+    def do(self, act: str, folder: Path, *, cut: int = 0) -> int:
         """Do an act in a child of its own; its exit code, negative for a signal."""
-        self._socket.send(f"{act}\t{folder}\n".encode())
+        self._socket.send(f"{act}\t{folder}\t{cut}\n".encode())
         return self._answer()
 
     def _answer(self) -> int:
@@ -55,12 +57,27 @@ class Zygote:
         return int(answer)
 
 
-def _child(act: str, folder: str) -> None:
-    from tests.crash import acts
+def _child(act: str, folder: str, cut: int) -> None:
+    from tests.crash import acts, disks, syscalls
+
+    changes = 0
+
+    def on_call(call: syscalls.Call) -> None:
+        nonlocal changes
+        changes += call.changes
+        if call.changes and changes == cut:
+            disks.cut_power(folder)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     try:
-        acts.BY_NAME[act].do(Path(folder))
+        if cut:
+            with syscalls.watching(f"{folder}/run", on_call):
+                acts.BY_NAME[act].do(Path(folder))
+        else:
+            acts.BY_NAME[act].do(Path(folder))
     except BaseException:
+        if cut and changes >= cut:  # the other thread has met the dead disk first
+            os.kill(os.getpid(), signal.SIGKILL)
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
@@ -86,10 +103,10 @@ def main() -> None:
     _warm_up()
     commands.send(b"0")
     while line := commands.recv(4096):
-        act, folder = line.decode().rstrip("\n").split("\t")
+        act, folder, cut = line.decode().rstrip("\n").split("\t")
         pid = os.fork()
         if pid == 0:
-            _child(act, folder)
+            _child(act, folder, int(cut))
         commands.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
 
 
