@@ -223,21 +223,47 @@ def move(old: str, new: str) -> None:
 def put(path: str, data: bytes, *, tmp_dir: str, durable: bool = True) -> None:
     """Write a file under its name, over an older one: the old bytes or the new, never a mixture.
 
-    durable=False is for what may be lost in a power cut (status): then nothing is synced.
+    durable=False is for text that may be lost in a power cut (status): nothing is synced, and where
+    the disk is full the old file is written over in its place, with newlines up to its old length.
     """
     tmp = f"{tmp_dir}/{os.path.basename(path)}.{os.getpid()}"
     if durable:
         write_tmp(tmp, data)
-    else:
-        with (
-            doing("write", tmp),
-            open(os.open(tmp, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), "wb") as f,
-        ):
-            os.fchmod(f.fileno(), FILE_MODE)
-            f.write(data)
-    _put_in_place(tmp, path)
-    if durable:
+        _put_in_place(tmp, path)
         sync_dir(os.path.dirname(path))
+        return
+    try:
+        _write_unsynced(tmp, data)
+        _put_in_place(tmp, path)
+    except SpoolWriteError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _write_over(path, data):
+            raise
+
+
+def _write_unsynced(path: str, data: bytes) -> None:
+    with doing("write", path):
+        fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+        try:
+            os.fchmod(fd, FILE_MODE)
+            _write_all(fd, data)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+
+
+def _write_over(path: str, data: bytes) -> bool:
+    """Write over the bytes of a file, in the blocks that it has. Returns whether that was done."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            whole = data.ljust(os.fstat(fd).st_size, b"\n")
+            return os.pwrite(fd, whole, 0) == len(whole)
+        finally:
+            os.close(fd)
+    return False
 
 
 def _put_in_place(tmp: str, path: str) -> None:

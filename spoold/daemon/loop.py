@@ -154,7 +154,8 @@ class Daemon:
         now = self.clock()
         try:
             self._step(now)
-            if now >= self._write_backoff.until:
+            # A batch that the helper thread still writes has not succeeded yet.
+            if now >= self._write_backoff.until and not self.delivery.in_flight:
                 self._write_backoff.succeeded()
                 self.conditions.end("write-failed", now=now)
         except SpoolWriteError as error:
@@ -192,6 +193,8 @@ class Daemon:
             dues.append(now + UNSETTLED_SECONDS)
         if now < self._write_backoff.until:
             dues.append(self._write_backoff.until)
+        elif self.delivery.in_flight:
+            dues.append(now)
         elif not self._is_held():
             dues.append(now if self.inventory.undelivered else self.looking.due_at())
             if self.looking.is_open and (due := self.plan.due_at()) is not None:

@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -89,14 +88,6 @@ def zygote() -> Iterator[Zygote]:
     needs(strace_works(), "strace cannot trace a process here")
     with Zygote() as it:
         yield it
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    # tmpfs where there is one: nothing here is about what a disk does.
-    shm = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
-        yield Path(folder)
 
 
 def test_a_kill_at_any_system_call_loses_and_doubles_nothing(
