@@ -15,12 +15,13 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Final
 
 from spoold.errors import ConfigError, SpoolWriteError
 from spoold.layout import DIRECTORY_MODE, FILE_MODE, LOCK_MODE
 from spoold.oserrors import PASSING, doing, failed
+from spoold.reading import Listing, free_bytes, read, read_each, scan
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -51,7 +52,6 @@ __all__ = [
 
 _AT_FDCWD: Final = -100
 _RENAME_NOREPLACE: Final = 1
-_SMALL_BYTES: Final = 1 << 16
 # A directory between mkdir and chmod: sticky, which no directory of a spool is, and closed to
 # others. Whoever dies there leaves it like this, and the next make_dirs knows that it is not done.
 _HALF_MADE: Final = 0o1770
@@ -303,77 +303,6 @@ def rename_over(old: str, new: str) -> None:
                 os.unlink(old)  # two names of one file: rename did nothing, as POSIX wants it
     sync_dir(os.path.dirname(new))
     sync_dir(os.path.dirname(old))
-
-
-def read(path: str) -> bytes:
-    """Return the bytes of a regular file; a link, pipe or directory is an error, never followed.
-
-    FileNotFoundError passes; all else is a SpoolWriteError that names the remedy.
-    """
-    with doing("read", path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            facts = os.fstat(fd)
-            if not stat.S_ISREG(facts.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", path)
-            data = os.read(fd, facts.st_size + 1)
-            while len(data) < facts.st_size:
-                more = os.read(fd, facts.st_size - len(data) + 1)
-                if not more:
-                    break
-                data += more
-            return data
-        finally:
-            os.close(fd)
-
-
-def read_each(folder: str, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield the bytes of small files in one folder. Fails as `read` does."""
-    with doing("read", folder):
-        folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for name in names:
-            with doing("read", f"{folder}/{name}"):
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                fd = os.open(name, flags, dir_fd=folder_fd)
-                try:
-                    data = os.read(fd, _SMALL_BYTES)
-                    while len(data) % _SMALL_BYTES == 0 and (more := os.read(fd, _SMALL_BYTES)):
-                        data += more
-                finally:
-                    os.close(fd)
-            yield name, data
-    finally:
-        os.close(folder_fd)
-
-
-class Listing(NamedTuple):
-    """The names in a directory: regular files, directories, and all else (links, pipes, …)."""
-
-    files: list[str]
-    folders: list[str]
-    others: list[str]
-
-
-def scan(path: str) -> Listing:
-    """List a directory. FileNotFoundError when it is not there; unreadable is never empty."""
-    listing = Listing([], [], [])
-    with doing("list", path), os.scandir(path) as entries:
-        for entry in entries:
-            if entry.is_file(follow_symlinks=False):
-                listing.files.append(entry.name)
-            elif entry.is_dir(follow_symlinks=False):
-                listing.folders.append(entry.name)
-            else:
-                listing.others.append(entry.name)
-    return listing
-
-
-def free_bytes(path: str) -> int:
-    """Return how many bytes an unprivileged process may still write beside `path`."""
-    with doing("stat", path):
-        facts = os.statvfs(path)
-    return facts.f_bavail * facts.f_frsize
 
 
 def probe_renames(folders: Iterable[str], tmp_dir: str) -> None:
