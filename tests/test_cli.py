@@ -27,6 +27,7 @@ COMMANDS = [
     "reject",
     "requeue",
     "rewind",
+    "check",
 ]
 
 

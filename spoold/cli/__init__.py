@@ -34,6 +34,7 @@ COMMANDS: Final = {
     "reject": "move",
     "requeue": "move",
     "rewind": "move",
+    "check": "check",
 }
 _EX_SIGINT: Final = 130
 _EX_SIGPIPE: Final = 141

@@ -8,7 +8,7 @@ import os
 from typing import Final
 
 from spoold import fs
-from spoold.errors import ConfigError, SpoolLocked, SpoolWriteError
+from spoold.errors import ConfigError, SpoolError, SpoolLocked, SpoolWriteError
 from spoold.layout import RunDir, State
 from spoold.spool.shelves import PROBE_PREFIX
 
@@ -22,9 +22,16 @@ FORMAT: Final = 1
 def make_run(root: str) -> RunDir:
     """Make a run directory with all its folders, durably; what is there already stays as it is.
 
-    Raises ConfigError where that cannot be: a file in the way, no permission, another mount.
+    Raises ConfigError where that cannot be: a file in the way, no permission, another mount;
+    SpoolError where the ledger of a run directory in use is gone.
     """
     run = RunDir(os.path.abspath(root))
+    if os.path.lexists(run.source_json) and not os.path.lexists(run.ledger):
+        raise SpoolError(
+            f"{run.ledger} is missing: which acked batches were delivered is not known",
+            hint="restore it from a backup, or make it: then environments of acked batches whose "
+            f"files are gone are delivered again; `spoold check {run.root}` says more",
+        )
     folders = [f"{run.root}/{state.value}" for state in State]
     try:
         for folder in (run.root, *folders, run.house, run.tmp, run.ledger):
