@@ -298,3 +298,45 @@ def test_a_directory_whose_maker_was_killed_gets_its_mode_and_others_keep_theirs
         (tmp_path / f"{kept:o}").chmod(kept)
         assert not fs.make_dirs(f"{tmp_path}/{kept:o}")
         assert mode(tmp_path / f"{kept:o}") == kept
+
+    @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+    def test_a_file_system_without_locks_is_refused_with_the_reason(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    ) -> None:
+        def none(_fd: int, _how: int) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr("fcntl.flock", none)
+        with pytest.raises(ConfigError, match=r"its file system has no locks; put the run") as no:
+            fs.Lock(f"{tmp_path}/lock").acquire()
+        assert no.value.exit_code == 78
+        assert os.listdir(tmp_path) in ([], ["lock"])
+
+    def test_a_probe_that_fails_is_not_taken_for_a_holder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "lock").touch()
+
+        def broken(_fd: int, _how: int) -> None:
+            raise OSError(errno.ENOLCK, "no locks")
+
+        monkeypatch.setattr("fcntl.flock", broken)
+        with pytest.raises(SpoolWriteError, match="no locks"):
+            fs.lock_is_held(f"{tmp_path}/lock")
+
+    def test_a_forked_child_that_lives_on_keeps_no_lock(self, tmp_path: Path) -> None:
+        lock = fs.Lock(f"{tmp_path}/lock")
+        assert lock.acquire()
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+        os.close(reader)
+        lock.release()
+        other = fs.Lock(lock.path)
+        assert other.acquire()
+        other.release()
+        os.close(writer)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -49,7 +49,7 @@ def look(run: Path) -> Seen:
         where = path.relative_to(run).as_posix()
         if path.is_dir():
             seen.folders.add(where)
-        if not path.is_file() or where.startswith(".spoold/tmp/"):
+        if path.is_symlink() or not path.is_file() or where.startswith(".spoold/tmp/"):
             continue
         name = BatchName.parse(path.name)
         if name is not None and os.path.dirname(where) not in _NOTHING:
