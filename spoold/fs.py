@@ -15,16 +15,19 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Final
 
 from spoold.errors import ConfigError, SpoolWriteError
 from spoold.layout import DIRECTORY_MODE, FILE_MODE, LOCK_MODE
+from spoold.oserrors import PASSING, doing, failed
+from spoold.reading import Listing, free_bytes, read, read_each, scan
 
 if TYPE_CHECKING:
     from filelock import FileLock
 
 __all__ = [
+    "PASSING",
     "Listing",
     "Lock",
     "failed",
@@ -45,22 +48,15 @@ __all__ = [
     "scan",
     "sync_dir",
     "write_new",
+    "write_tmp",
 ]
 
 _AT_FDCWD: Final = -100
 _RENAME_NOREPLACE: Final = 1
-_SMALL_BYTES: Final = 1 << 16
-_HINTS: Final = {
-    errno.ENOSPC: "free some space; spoold goes on by itself",
-    errno.EDQUOT: "free some space or raise the quota; spoold goes on by itself",
-    errno.EROFS: "mount it read-write; spoold goes on by itself",
-    errno.EACCES: "give this user permission on it",
-    errno.EPERM: "give this user permission on it",
-    errno.EXDEV: "all of a run directory must lie on one mount; spoold never copies",
-    errno.EMFILE: "raise the limit of open files (LimitNOFILE=)",
-    errno.EIO: "look at the kernel's log: the disk reports an error",
-}
-
+# A directory between mkdir and chmod: sticky, which no directory of a spool is, and closed to
+# others. Whoever dies there leaves it like this, and the next make_dirs knows that it is not done.
+_HALF_MADE: Final = 0o1770
+_HALF_MADE_MASK: Final = 0o5707  # the umask may take bits of the group, the parent may set setgid
 _Renameat2 = Callable[[int, bytes, int, bytes, int], int]
 
 
@@ -85,71 +81,60 @@ def _find_renameat2() -> _Renameat2 | None:
 renameat2: _Renameat2 | None = _find_renameat2()
 
 
-def failed(act: str, path: str, error: OSError, *, state_unknown: bool = False) -> SpoolWriteError:
-    """Return the SpoolWriteError that says what failed, where, and what to do next."""
-    hint = _HINTS.get(error.errno or 0, "")
-    return SpoolWriteError(
-        f"cannot {act} {path}: {os.strerror(error.errno or 0).lower()}",
-        hint=hint,
-        errno=error.errno,
-        state_unknown=state_unknown,
-    )
-
-
-class _doing:  # noqa: N801  # reads as a verb: with _doing("sync", path)
-    """Say what was being done, and where, when a system call fails. A class, because it is hot."""
-
-    __slots__ = ("act", "path")
-
-    def __init__(self, act: str, path: str) -> None:
-        self.act = act
-        self.path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and not isinstance(
-            error, FileNotFoundError | FileExistsError
-        ):
-            raise failed(self.act, self.path, error) from error
-
-
 def sync_dir(path: str) -> None:
-    """Make the names in a directory durable."""
-    with _doing("sync", path):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    """Make the names in a directory durable.
+
+    An error has `state_unknown`: a name was changed before, and nobody can say what of it outlives
+    a power cut. Trying again proves nothing: the kernel may have dropped what it could not write.
+    """
+    try:
+        with doing("sync", path):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+    except SpoolWriteError as error:
+        error.state_unknown = True
+        raise
 
 
 def make_dirs(path: str) -> bool:
     """Make a directory and its missing parents, each with mode 2770, durably.
 
     Returns whether anything was made. Every parent is synced up to the first that existed, so that
-    a new run directory outlives a power cut as a whole. A directory that is there is left as it is.
+    a new run directory outlives a power cut as a whole. A directory that is there is left as it
+    is, unless whoever made it died before it had its mode.
     """
     missing = []
     at = path
-    while not os.path.isdir(at):
+    while not _is_made(at):
         missing.append(at)
         parent = os.path.dirname(at) or "."
         if parent == at:
             break
         at = parent
     for folder in reversed(missing):
-        with _doing("make", folder):
+        with doing("make", folder):
             try:
-                os.mkdir(folder)
+                os.mkdir(folder, _HALF_MADE)
             except FileExistsError:
-                if os.path.isdir(folder):
-                    continue
-                raise NotADirectoryError(errno.ENOTDIR, "not a directory", folder) from None
+                if not os.path.isdir(folder):
+                    raise NotADirectoryError(errno.ENOTDIR, "not a directory", folder) from None
+                if _is_made(folder):
+                    continue  # RACE: another process was faster
             os.chmod(folder, DIRECTORY_MODE)
             sync_dir(os.path.dirname(folder) or ".")
     return bool(missing)
+
+
+def _is_made(path: str) -> bool:
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return False
+    is_half = facts.st_mode & _HALF_MADE_MASK == _HALF_MADE & _HALF_MADE_MASK
+    return stat.S_ISDIR(facts.st_mode) and not (is_half and facts.st_uid == os.geteuid())
 
 
 def write_new(path: str, data: bytes | Sequence[bytes]) -> None:
@@ -158,7 +143,7 @@ def write_new(path: str, data: bytes | Sequence[bytes]) -> None:
     `data` may be pieces, so that nobody has to join them. The name is not durable yet. When
     anything fails the file is removed: it is never half there.
     """
-    with _doing("write", path):
+    with doing("write", path):
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
         try:
             try:
@@ -175,6 +160,22 @@ def write_new(path: str, data: bytes | Sequence[bytes]) -> None:
             raise
 
 
+def write_tmp(path: str, data: bytes | Sequence[bytes]) -> None:
+    """Write a file of tmp/, as write_new does; what lies there under its name is a leftover.
+
+    A leftover (of a write that failed, and whose file could not be removed then) is never written
+    to again: it is removed, and the file made anew.
+    """
+    try:
+        try:
+            write_new(path, data)
+        except FileExistsError:
+            remove(path)
+            write_new(path, data)
+    except (FileNotFoundError, FileExistsError) as error:
+        raise failed("write", path, error) from error
+
+
 def _write_all(fd: int, data: bytes) -> None:
     written = os.write(fd, data)
     while written < len(data):
@@ -186,7 +187,7 @@ def rename_noreplace(old: str, new: str) -> None:
 
     FileNotFoundError: `old` (or the folder of `new`) is not there. FileExistsError: `new` is there.
     """
-    with _doing("rename", f"{old} to {new}"):
+    with doing("rename", f"{old} to {new}"):
         if renameat2 is not None:
             if not renameat2(
                 _AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), _RENAME_NOREPLACE
@@ -198,71 +199,106 @@ def rename_noreplace(old: str, new: str) -> None:
         # RACE: between link and unlink both names are there; whoever lists sees one batch id twice
         # and leaves the file that is further on.
         os.link(old, new, follow_symlinks=False)
-        with contextlib.suppress(FileNotFoundError):
+        try:
             os.unlink(old)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            # Nothing was moved, then; a caller that hears of an error believes that.
+            os.unlink(new)
+            raise
 
 
 def move(old: str, new: str) -> None:
     """Rename without replacing; durable when it returns: destination synced, then source."""
     rename_noreplace(old, new)
-    try:
-        target, source = os.path.dirname(new), os.path.dirname(old)
-        # RACE: a folder that is gone was empty: the file was moved on from it by somebody who has
-        # synced that, and with the folder that the file came from its name there is gone.
+    target, source = os.path.dirname(new), os.path.dirname(old)
+    # RACE: a folder that is gone was empty: the file was moved on from it by somebody who has
+    # synced that, and with the folder that the file came from its name there is gone.
+    with contextlib.suppress(FileNotFoundError):
+        sync_dir(target)
+    if source != target:
         with contextlib.suppress(FileNotFoundError):
-            sync_dir(target)
-        if source != target:
-            with contextlib.suppress(FileNotFoundError):
-                sync_dir(source)
-    except SpoolWriteError as error:
-        error.state_unknown = True
-        raise
+            sync_dir(source)
 
 
 def put(path: str, data: bytes, *, tmp_dir: str, durable: bool = True) -> None:
     """Write a file under its name, over an older one: the old bytes or the new, never a mixture.
 
-    durable=False is for what may be lost in a power cut (status): then nothing is synced.
+    durable=False is for text that may be lost in a power cut (status): nothing is synced, and where
+    the disk is full the old file is written over in its place, with newlines up to its old length.
     """
     tmp = f"{tmp_dir}/{os.path.basename(path)}.{os.getpid()}"
     if durable:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(tmp)
-        write_new(tmp, data)
-    else:
-        with (
-            _doing("write", tmp),
-            open(os.open(tmp, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), "wb") as f,
-        ):
-            os.fchmod(f.fileno(), FILE_MODE)
-            f.write(data)
-    with _doing("rename", path):
-        os.rename(tmp, path)
-    if durable:
+        write_tmp(tmp, data)
+        _put_in_place(tmp, path)
         sync_dir(os.path.dirname(path))
+        return
+    try:
+        _write_unsynced(tmp, data)
+        _put_in_place(tmp, path)
+    except SpoolWriteError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _write_over(path, data):
+            raise
+
+
+def _write_unsynced(path: str, data: bytes) -> None:
+    with doing("write", path):
+        fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+        try:
+            os.fchmod(fd, FILE_MODE)
+            _write_all(fd, data)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+
+
+def _write_over(path: str, data: bytes) -> bool:
+    """Write over the bytes of a file, in the blocks that it has. Returns whether that was done."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            whole = data.ljust(os.fstat(fd).st_size, b"\n")
+            return os.pwrite(fd, whole, 0) == len(whole)
+        finally:
+            os.close(fd)
+    return False
+
+
+def _put_in_place(tmp: str, path: str) -> None:
+    """Rename a written file over whatever lies at `path`; when that fails it is removed."""
+    try:
+        with doing("rename", path):
+            os.rename(tmp, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(tmp)
+        if isinstance(error, FileNotFoundError | FileExistsError):
+            raise failed("rename", path, error) from error
+        raise
 
 
 def put_many(files: Iterable[tuple[str, bytes]], *, folder: str, tmp_dir: str) -> None:
     """Write files, by name, into one folder: each synced and renamed, then the folder synced."""
     for name, data in files:
         tmp = f"{tmp_dir}/{name}"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(tmp)
-        write_new(tmp, data)
-        with _doing("rename", f"{folder}/{name}"):
-            os.rename(tmp, f"{folder}/{name}")
+        write_tmp(tmp, data)
+        _put_in_place(tmp, f"{folder}/{name}")
     sync_dir(folder)
 
 
 def remove(path: str) -> None:
     """Unlink a file; fine when it is gone already. Syncs nothing."""
-    with _doing("remove", path), contextlib.suppress(FileNotFoundError):
+    with doing("remove", path), contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
 
 def remove_dir(path: str) -> bool:
     """Remove a directory if nothing is in it. Returns whether it is gone. Syncs nothing."""
-    with _doing("remove", path), contextlib.suppress(FileNotFoundError):
+    with doing("remove", path), contextlib.suppress(FileNotFoundError):
         try:
             os.rmdir(path)
         except OSError as error:
@@ -274,81 +310,13 @@ def remove_dir(path: str) -> bool:
 
 def rename_over(old: str, new: str) -> None:
     """Rename over whatever file lies at `new`; destination and source directory are synced."""
-    with _doing("rename", f"{old} to {new}"):
+    with doing("rename", f"{old} to {new}"):
         os.rename(old, new)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.lstat(old), os.lstat(new)):
+                os.unlink(old)  # two names of one file: rename did nothing, as POSIX wants it
     sync_dir(os.path.dirname(new))
     sync_dir(os.path.dirname(old))
-
-
-def read(path: str) -> bytes:
-    """Return the bytes of a regular file; a link, pipe or directory is an error, never followed.
-
-    FileNotFoundError passes; all else is a SpoolWriteError that names the remedy.
-    """
-    with _doing("read", path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            facts = os.fstat(fd)
-            if not stat.S_ISREG(facts.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", path)
-            data = os.read(fd, facts.st_size + 1)
-            while len(data) < facts.st_size:
-                more = os.read(fd, facts.st_size - len(data) + 1)
-                if not more:
-                    break
-                data += more
-            return data
-        finally:
-            os.close(fd)
-
-
-def read_each(folder: str, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield the bytes of small files in one folder. Fails as `read` does."""
-    with _doing("read", folder):
-        folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for name in names:
-            with _doing("read", f"{folder}/{name}"):
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                fd = os.open(name, flags, dir_fd=folder_fd)
-                try:
-                    data = os.read(fd, _SMALL_BYTES)
-                    while len(data) % _SMALL_BYTES == 0 and (more := os.read(fd, _SMALL_BYTES)):
-                        data += more
-                finally:
-                    os.close(fd)
-            yield name, data
-    finally:
-        os.close(folder_fd)
-
-
-class Listing(NamedTuple):
-    """The names in a directory: regular files, directories, and all else (links, pipes, …)."""
-
-    files: list[str]
-    folders: list[str]
-    others: list[str]
-
-
-def scan(path: str) -> Listing:
-    """List a directory. FileNotFoundError when it is not there; unreadable is never empty."""
-    listing = Listing([], [], [])
-    with _doing("list", path), os.scandir(path) as entries:
-        for entry in entries:
-            if entry.is_file(follow_symlinks=False):
-                listing.files.append(entry.name)
-            elif entry.is_dir(follow_symlinks=False):
-                listing.folders.append(entry.name)
-            else:
-                listing.others.append(entry.name)
-    return listing
-
-
-def free_bytes(path: str) -> int:
-    """Return how many bytes an unprivileged process may still write beside `path`."""
-    with _doing("stat", path):
-        facts = os.statvfs(path)
-    return facts.f_bavail * facts.f_frsize
 
 
 def probe_renames(folders: Iterable[str], tmp_dir: str) -> None:
@@ -359,12 +327,12 @@ def probe_renames(folders: Iterable[str], tmp_dir: str) -> None:
     """
     name = f"probe-{os.getpid()}"
     at = f"{tmp_dir}/{name}"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(at)
     try:
-        write_new(at, b"")
+        write_tmp(at, b"")
         for folder in folders:
-            if os.stat(folder).st_mode & stat.S_ISVTX:
+            with doing("stat", folder):
+                facts = os.stat(folder)
+            if facts.st_mode & stat.S_ISVTX:
                 raise ConfigError(
                     f"{folder} has the sticky bit: trainers under another uid cannot move files",
                     hint=f"chmod -t {folder}",
@@ -375,7 +343,7 @@ def probe_renames(folders: Iterable[str], tmp_dir: str) -> None:
         rename_noreplace(at, f"{tmp_dir}/{name}")
         at = f"{tmp_dir}/{name}"
     except SpoolWriteError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        if error.errno in PASSING:
             raise
         raise ConfigError(error.message, hint=error.hint) from error
     except FileNotFoundError as error:
@@ -474,8 +442,10 @@ def lock_is_held(path: str) -> bool | None:
         raise failed("open", path, error) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError as error:
+        raise failed("probe", path, error) from error
     finally:
         os.close(fd)
     return False

@@ -28,6 +28,7 @@ COMMANDS = [
     "requeue",
     "rewind",
     "prune",
+    "check",
 ]
 
 

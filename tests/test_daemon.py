@@ -14,6 +14,7 @@ import pytest
 
 from spoold import fs
 from spoold.errors import ConfigError, SourceReplaced, SpoolHeld, SpoolLocked, SpoolWriteError
+from spoold.spool import setup
 from tests.support.batches import tree
 from tests.support.daemons import Running, environments, mv, running, start
 from tests.support.rollouts import Rollouts, make_rollouts
@@ -224,7 +225,8 @@ class TestHeld:
 
         def broken(path: str) -> None:
             if path == it.run.pending:
-                raise fs.failed("sync", path, OSError(errno.EIO, "broken"))
+                error = OSError(errno.EIO, "broken")
+                raise fs.failed("sync", path, error, state_unknown=True)
             sync_dir(path)
 
         monkeypatch.setattr(fs, "sync_dir", broken)
@@ -271,6 +273,41 @@ class TestHeld:
             it.go()
         assert tree(it.run) == []
         it.kill()
+
+    def test_a_daemon_that_lost_its_lock_stops_within_a_scan_and_touches_nothing(
+        self, tmp_path: Path, rollouts: Rollouts
+    ) -> None:
+        complete(rollouts, 1)
+        it = start(tmp_path)
+        it.go()
+        os.unlink(it.run.lock)
+        other = setup.lock_run(it.run)
+        assert other is not None
+        before = sorted(os.listdir(it.run.house)), Path(it.run.status_json).read_bytes()
+        it.clock.now += it.daemon.settings.scan_seconds
+        with pytest.raises(SpoolLocked, match="another daemon may have this run directory"):
+            it.daemon.step()
+        it.daemon.stop()
+        it.kill()
+        assert before == (sorted(os.listdir(it.run.house)), Path(it.run.status_json).read_bytes())
+        other.release()
+
+    def test_a_missing_folder_is_said_and_nothing_crashes(
+        self, tmp_path: Path, rollouts: Rollouts
+    ) -> None:
+        complete(rollouts, 1)
+        with running(tmp_path) as it:
+            it.go()
+            shutil.rmtree(it.run.tmp)
+            complete(rollouts, 1)
+            it.go()
+            held = it.daemon.conditions.reasons()
+            assert held[0].code == "write-failed"
+            assert "restart spoold" in held[0].remedy
+            assert environments(it.run) == [1]
+        with running(tmp_path) as again:
+            again.go()
+            assert environments(again.run) == [1, 2]
 
 
 class TestNotes:
@@ -343,6 +380,19 @@ class TestNotes:
             it.go()
             assert environments(it.run) == ids
             assert tree(it.run, "rejected") == []
+
+    def test_a_missing_row_note_of_a_daemon_killed_after_its_publish_goes_at_the_next_start(
+        self, tmp_path: Path, rollouts: Rollouts
+    ) -> None:
+        complete(rollouts, 1)
+        with running(tmp_path) as it:
+            it.go()
+        note = Path(it.run.rejected, "env-1.missing-row.json")
+        note.write_text("{}")
+        with running(tmp_path) as it:
+            it.go()
+            assert not note.exists()
+            assert environments(it.run) == [1]
 
     def test_null_rewards_are_rejected_once_or_waited_for_as_the_setting_says(
         self, tmp_path: Path, rollouts: Rollouts
@@ -462,18 +512,22 @@ class TestIdentity:
         mv(it.run, tree(it.run)[0], "acked")
         it.go()
         old = tree(it.run)
+        unknown = [Path(it.run.root, name) for name in ("pending/mine.txt", ".spoold/ledger/odd")]
+        for path in unknown:
+            path.write_text("mine")
         if not live:
             it.kill()
         self._replace(tmp_path, rollouts)
         if not live:
             it = start(tmp_path, batch_size=1)
         it.go(5.0)
-        assert environments(it.run) == [1, 2]
+        assert environments(it.run, "pending") == [1, 2]
         (retired,) = os.listdir(it.run.retired)
         assert retired.endswith("-job-1")
         there = [p for p in tree(it.run, f"retired/{retired}") if "/.spoold/" not in p]
         assert there == [f"retired/{retired}/{name}" for name in old]
-        assert os.listdir(it.run.ledger) == []
+        assert os.listdir(it.run.ledger) == ["odd"]
+        assert [path.read_text() for path in unknown] == ["mine", "mine"]
         assert os.listdir(f"{it.run.retired}/{retired}/.spoold/ledger")
         it.kill()
 

@@ -231,3 +231,112 @@ class TestLock:
         child.kill()
         child.communicate()
         assert fs.lock_is_held(f"{tmp_path}/lock") is False
+
+
+def test_a_leftover_in_tmp_is_removed_and_the_file_made_anew(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("left by a write that failed")
+    before = os.stat(tmp_path / "x").st_ino
+    keep = os.open(tmp_path / "x", os.O_RDONLY)  # so that the number of its inode is not used again
+    fs.write_tmp(f"{tmp_path}/x", b"new")
+    os.close(keep)
+    assert (tmp_path / "x").read_bytes() == b"new"
+    assert os.stat(tmp_path / "x").st_ino != before
+
+
+def test_a_file_that_cannot_be_put_in_place_is_not_left_in_tmp(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "x").mkdir()
+    with pytest.raises(SpoolWriteError, match="is a directory"):
+        fs.put(f"{tmp_path}/x", b"new", tmp_dir=f"{tmp_path}/tmp")
+    with pytest.raises(SpoolWriteError, match="no such file or directory; restart spoold"):
+        fs.put_many([("x", b"new")], folder=f"{tmp_path}/gone", tmp_dir=f"{tmp_path}/tmp")
+    assert os.listdir(tmp_path / "tmp") == []
+
+
+def test_of_two_names_of_one_file_the_old_one_goes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a/x").write_text("x")
+    os.link(tmp_path / "a/x", tmp_path / "b/x")
+    fs.rename_over(f"{tmp_path}/a/x", f"{tmp_path}/b/x")
+    assert os.listdir(tmp_path / "a") == []
+    assert os.listdir(tmp_path / "b") == ["x"]
+
+
+def test_without_renameat2_a_move_that_fails_half_way_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_text("x")
+    unlink = os.unlink
+
+    def denied(path: str) -> None:
+        if path.endswith("/a"):
+            raise OSError(errno.EPERM, "denied")
+        unlink(path)
+
+    monkeypatch.setattr(fs, "renameat2", None)
+    monkeypatch.setattr(os, "unlink", denied)
+    with pytest.raises(SpoolWriteError):
+        fs.rename_noreplace(f"{tmp_path}/a", f"{tmp_path}/b")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_directory_whose_maker_was_killed_gets_its_mode_and_others_keep_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(_path: str, _mode: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "chmod", killed)
+        with pytest.raises(KeyboardInterrupt):
+            fs.make_dirs(f"{tmp_path}/half")
+    assert fs.make_dirs(f"{tmp_path}/half")
+    assert mode(tmp_path / "half") == 0o2770
+    for kept in (0o700, 0o755, 0o1777, 0o2770, 0o3777):
+        (tmp_path / f"{kept:o}").mkdir()
+        (tmp_path / f"{kept:o}").chmod(kept)
+        assert not fs.make_dirs(f"{tmp_path}/{kept:o}")
+        assert mode(tmp_path / f"{kept:o}") == kept
+
+    @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+    def test_a_file_system_without_locks_is_refused_with_the_reason(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    ) -> None:
+        def none(_fd: int, _how: int) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr("fcntl.flock", none)
+        with pytest.raises(ConfigError, match=r"its file system has no locks; put the run") as no:
+            fs.Lock(f"{tmp_path}/lock").acquire()
+        assert no.value.exit_code == 78
+        assert os.listdir(tmp_path) in ([], ["lock"])
+
+    def test_a_probe_that_fails_is_not_taken_for_a_holder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "lock").touch()
+
+        def broken(_fd: int, _how: int) -> None:
+            raise OSError(errno.ENOLCK, "no locks")
+
+        monkeypatch.setattr("fcntl.flock", broken)
+        with pytest.raises(SpoolWriteError, match="no locks"):
+            fs.lock_is_held(f"{tmp_path}/lock")
+
+    def test_a_forked_child_that_lives_on_keeps_no_lock(self, tmp_path: Path) -> None:
+        lock = fs.Lock(f"{tmp_path}/lock")
+        assert lock.acquire()
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+        os.close(reader)
+        lock.release()
+        other = fs.Lock(lock.path)
+        assert other.acquire()
+        other.release()
+        os.close(writer)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -268,6 +268,20 @@ class TestDamage:
         assert "acked/notes.txt" in told
         assert Path(run.acked, "notes.txt").read_text() == "mine"
 
+    def test_thousands_of_unknown_files_are_counted_and_a_few_named(
+        self, run: RunDir, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        put_batch(run, 1, [1])
+        for number in range(2000):
+            Path(run.pending, f"core.{number}").touch()
+        inventory = loaded(run)
+        settle(inventory)
+        assert set(inventory.skip) == {1}
+        told = [r for r in caplog.records if r.message == "unknown file"]
+        assert len(told) == 20
+        (rest,) = (r.fields for r in caplog.records if r.message == "more unknown files")
+        assert rest["files"] == 1980
+
     def test_a_batch_that_cannot_be_read_never_counts_as_empty(
         self, run: RunDir, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -381,6 +395,28 @@ class TestMerge:
         os.unlink(run.file(PENDING, name.file_name))
         settle(inventory, clock)
         assert set(inventory.skip) == {1}
+
+    def test_an_entry_removed_by_hand_before_the_merge_is_delivered_anew(self, run: RunDir) -> None:
+        names = [put_batch(run, seq, [seq], ACKED) for seq in (1, 2)]
+        inventory = loaded(run)
+        for name in names:
+            os.unlink(run.file(ACKED, name.file_name))
+        settle(inventory)
+        os.unlink(f"{run.ledger}/{names[0].id}")
+        inventory.merge(least=1)
+        assert set(inventory.skip) == {2}
+        assert inventory.undelivered
+
+    def test_an_entry_torn_before_the_merge_ends_the_daemon_with_the_remedy(
+        self, run: RunDir
+    ) -> None:
+        name = put_batch(run, 1, [1], ACKED)
+        inventory = loaded(run)
+        os.unlink(run.file(ACKED, name.file_name))
+        settle(inventory)
+        Path(run.ledger, name.id).write_bytes(b"")
+        with pytest.raises(SpoolError, match=r"cannot be read.*or remove it"):
+            inventory.merge(least=1)
 
 
 class TestNumbers:

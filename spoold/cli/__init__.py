@@ -35,6 +35,7 @@ COMMANDS: Final = {
     "requeue": "move",
     "rewind": "move",
     "prune": "prune",
+    "check": "check",
 }
 _EX_SIGINT: Final = 130
 _EX_SIGPIPE: Final = 141

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
@@ -302,7 +302,7 @@ class Delivery:
             "bytes": written.size_bytes,
         }
         log.info("published", extra={"fields": fields})
-        self._drop_missing_row_notes(entry.environments)
+        self.drop_missing_row_notes(entry.environments)
         for environment in self.plan.published(collected.units):
             self.note_late(environment, job, now)
 
@@ -312,7 +312,8 @@ class Delivery:
         note = Note(environment=environment, env_id="", reason="late", what=what, policy=True)
         self.note(note, job, now)
 
-    def _drop_missing_row_notes(self, environments: Sequence[int]) -> None:
+    def drop_missing_row_notes(self, environments: Iterable[int]) -> None:
+        """Remove the missing-row notes of environments that are delivered."""
         notes = self.inventory.missing_row_notes
         for environment in environments:
             file_name = notes.get(environment)

@@ -27,6 +27,7 @@ from spoold.errors import (
     SourceReplaced,
     SourceUnavailable,
     SpoolHeld,
+    SpoolLocked,
     SpoolWriteError,
 )
 from spoold.layout import RunDir
@@ -74,6 +75,7 @@ class Daemon:
         """Read the run directory: from here on its state is known."""
         settings = self.settings
         self.run = run
+        self.lock = lock
         self.looking = Looking(
             settings, run, self.conditions, waiting_groups=lambda: unknown_groups(self.plan)
         )
@@ -117,15 +119,20 @@ class Daemon:
         log.info("started", extra={"fields": fields})
 
     def stop(self) -> None:
-        """Give back what is reserved and say so. Nothing is half done between two steps."""
+        """Give back what is reserved and say so. Nothing is half done between two steps.
+
+        Where the lock is lost, nothing is touched: it may be another daemon's by now.
+        """
         self.looking.close()
         try:
             self.delivery.finish(self.looking.source.job, self.clock())
-            self.delivery.close()
-            self.numbers.give_back()
-            self._write_status("stopped", self.clock())
-        except SpoolWriteError as error:
+            if self.lock.still_held():
+                self.numbers.give_back()
+                self._write_status("stopped", self.clock())
+        except (SpoolWriteError, SpoolLocked) as error:
             log.warning("stopping", extra={"fields": {"failed": str(error)}})
+        finally:
+            self.delivery.close()
         counts = self.delivery.counts
         fields = {"batches": counts.batches, "environments": counts.environments}
         log.info("stopped", extra={"fields": fields})
@@ -161,7 +168,8 @@ class Daemon:
         now = self.clock()
         try:
             self._step(now)
-            if now >= self._write_backoff.until:
+            # A batch that the helper thread still writes has not succeeded yet.
+            if now >= self._write_backoff.until and not self.delivery.in_flight:
                 self._write_backoff.succeeded()
                 self.conditions.end("write-failed", now=now)
         except SpoolWriteError as error:
@@ -200,6 +208,8 @@ class Daemon:
             dues.append(now + UNSETTLED_SECONDS)
         if now < self._write_backoff.until:
             dues.append(self._write_backoff.until)
+        elif self.delivery.in_flight:
+            dues.append(now)
         elif not self._is_held():
             is_due = self.looking.is_open and self.inventory.undelivered
             dues.append(now if is_due else self.looking.due_at())
@@ -220,10 +230,15 @@ class Daemon:
 
     def _refresh(self, now: float) -> None:
         self._refresh_at = now + self.settings.scan_seconds
+        if not self.lock.still_held():
+            raise setup.lock_lost(self.lock.path)
         self.delivery.finish(self.looking.source.job, now)
         self.inventory.refresh(now=now)
         if self._requeue.tend(self.inventory, now):
             self.inventory.refresh(now=now)
+        # Of a daemon that was killed between its publish and the removal of the note.
+        notes = self.inventory.missing_row_notes
+        self.delivery.drop_missing_row_notes([one for one in notes if one in self.inventory.skip])
         self._retention.tend(self.inventory)
 
     def _may_read(self, now: float) -> bool:
@@ -381,7 +396,7 @@ class Daemon:
         try:
             self._publish_all(now)
         except SpoolWriteError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in (errno.ENOSPC, errno.EDQUOT) and not error.state_unknown:
                 raise SpoolHeld(error.message, hint=error.hint) from error
             raise
         finally:

@@ -6,7 +6,6 @@ remembered that could not be read again. Holds ids and names, never samples.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Final
 
 from pyroaring import BitMap64
 
-from spoold import codec, fs
+from spoold import fs
 from spoold.errors import BatchCorrupt, SpoolWriteError
 from spoold.layout import (
     CORRUPT,
@@ -29,9 +28,9 @@ from spoold.layout import (
     precedence,
 )
 from spoold.ledger import Entry, Ledger
-from spoold.model import Ref
 from spoold.policy import Absence
 from spoold.spool import ledgerdir
+from spoold.spool.contents import entry_of
 from spoold.spool.moves import Found, set_aside
 from spoold.spool.shelves import Pass, Shelves
 
@@ -42,6 +41,7 @@ log = logging.getLogger("spoold.spool")
 MISSING_ROW: Final = "missing-row"
 MERGE_AT: Final = 1000
 LATEST: Final = 8
+REPORTED_FILES: Final = 20
 
 
 @dataclass(slots=True)
@@ -211,6 +211,8 @@ class Inventory:
             return 0
         ledgerdir.merge(self.run, self.ledger, gone)
         log.info("ledger merged", extra={"fields": {"entries": len(gone)}})
+        if self.ledger.stale:
+            self._recount()  # an entry was removed by hand, or withdrawn before
         return len(gone)
 
     # --- one batch at a time ---------------------------------------------------------------------
@@ -346,13 +348,10 @@ class Inventory:
             self.unreadable.append(error)
             return None
         try:
-            refs = _refs(name, data)
+            return entry_of(name, data), len(data)
         except BatchCorrupt as error:
             self._set_corrupt_aside(batch_id, Found(place, name), error)
             return error
-        environments = tuple(dict.fromkeys(ref.environment for ref in refs))
-        env_ids = {ref.environment: ref.env_id for ref in refs}
-        return Entry(environments, env_ids[max(environments)]), len(data)
 
     def _set_corrupt_aside(self, batch_id: str, found: Found, error: BatchCorrupt) -> None:
         if set_aside(self.run, found, CORRUPT) is not None:
@@ -421,16 +420,19 @@ class Inventory:
         self.skip |= self.set_aside
 
     def _report_unknown(self) -> None:
+        if not self.shelves.unknown_changed:
+            return
+        self.shelves.unknown_changed = False
         unknown = self.shelves.unknown()
-        for path in unknown:
-            if path not in self._reported:
-                shown = os.fsencode(path).decode("utf-8", "backslashreplace")
-                fields = {"file": shown, "is": "no batch, left alone"}
-                log.warning("unknown file", extra={"fields": fields})
+        new = [path for path in unknown if path not in self._reported]
+        for path in new[:REPORTED_FILES]:
+            shown = os.fsencode(path).decode("utf-8", "backslashreplace")
+            fields = {"file": shown, "is": "no batch, left alone"}
+            log.warning("unknown file", extra={"fields": fields})
+        if len(new) > REPORTED_FILES:
+            more: dict[str, object] = {
+                "files": len(new) - REPORTED_FILES,
+                "see": f"spoold check {self.run.root}",
+            }
+            log.warning("more unknown files", extra={"fields": more})
         self._reported = set(unknown)
-
-
-def _refs(name: BatchName, data: bytes) -> list[Ref]:
-    if hashlib.sha256(data).hexdigest()[:12] != name.digest:
-        raise BatchCorrupt("its bytes do not fit the digest in its name")
-    return codec.environment_refs(data)

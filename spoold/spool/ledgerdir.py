@@ -39,7 +39,7 @@ def load(run: RunDir) -> Ledger:
         try:
             ledger.add_merged(merged[name], parse_merged(data))
         except ValueError as error:
-            raise _unreadable(run, name) from error
+            raise _unreadable(run, [name]) from error
     torn: list[str] = []
     for name, data in fs.read_each(run.ledger, filter(is_batch_id, names)):
         try:
@@ -53,16 +53,18 @@ def load(run: RunDir) -> Ledger:
 
 def _drop_torn(run: RunDir, torn: list[str]) -> None:
     there = {found.name.id for state in State for found in find(run, state) if found.place.counts}
+    if lost := [name for name in torn if name not in there]:
+        raise _unreadable(run, lost)
     for name in torn:
-        if name not in there:
-            raise _unreadable(run, name)
         fs.remove(f"{run.ledger}/{name}")
 
 
-def _unreadable(run: RunDir, name: str) -> SpoolError:
+def _unreadable(run: RunDir, names: list[str]) -> SpoolError:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return SpoolError(
-        f"ledger entry {run.ledger}/{name} cannot be read",
-        hint="restore it from a backup, or remove it: then its environments are delivered again",
+        f"ledger entry {run.ledger}/{names[0]}{more} cannot be read, and its batch is gone",
+        hint="restore it from a backup, or remove it: then its environments are delivered again; "
+        f"`spoold check {run.root}` lists all",
     )
 
 
@@ -95,8 +97,19 @@ def withdraw(run: RunDir, batch_ids: Iterable[str]) -> None:
 
 
 def merge(run: RunDir, ledger: Ledger, gone: Iterable[str]) -> None:
-    """Write one merged file for the entries of `gone` and all older merged files; unlink those."""
-    parts = [(name, parse_entry(fs.read(f"{run.ledger}/{name}"))) for name in sorted(gone)]
+    """Write one merged file for the entries of `gone` and all older merged files; unlink those.
+
+    An entry that somebody removed is withdrawn: that is how an operator has environments delivered
+    again. Raises SpoolError where one cannot be read.
+    """
+    parts: list[tuple[str, Entry]] = []
+    for name in sorted(gone):
+        try:
+            parts.append((name, parse_entry(fs.read(f"{run.ledger}/{name}"))))
+        except FileNotFoundError:
+            ledger.withdraw([name])
+        except ValueError as error:
+            raise _unreadable(run, [name]) from error
     merged = [f"{run.ledger}/{merged_name(number)}" for number in sorted(ledger.merged)]
     older = [parse_merged(fs.read(path)) for path in merged]
     number = max(ledger.merged, default=0) + 1

@@ -7,14 +7,16 @@ is renamed and synced before the first of them is used, and given back at a clea
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
 from typing import Final
 
 from spoold import fs
-from spoold.errors import SpoolLocked, SpoolWriteError
+from spoold.errors import SpoolWriteError
 from spoold.layout import BatchName, Place, RunDir, State, batch_id_of, parse_seq, seq_name
+from spoold.spool.setup import lock_lost
 
 __all__ = ["RESERVE", "Numbers", "publish"]
 
@@ -46,8 +48,7 @@ class Numbers:
         self.used = self.reserved = max(highest, highest_seen)
         keep = seq_name(self.reserved)
         if keep not in reserved:
-            fs.write_new(f"{self.run.house}/{keep}", b"")
-            fs.sync_dir(self.run.house)
+            self._make(keep)
         for name in reserved.keys() - {keep}:
             fs.remove(f"{self.run.house}/{name}")
 
@@ -76,9 +77,16 @@ class Numbers:
         except FileNotFoundError:
             # Removed by hand under us: what we know still holds.
             log.warning("seq file lost, going on", extra={"fields": {"after": self.used}})
-            fs.write_new(f"{house}/{seq_name(reserved)}", b"")
-            fs.sync_dir(house)
+            self._make(seq_name(reserved))
         self.reserved = reserved
+
+    def _make(self, name: str) -> None:
+        path = f"{self.run.house}/{name}"
+        try:
+            fs.write_new(path, b"")
+        except FileExistsError as error:  # a directory, or a link
+            raise fs.failed("write", path, error) from error
+        fs.sync_dir(self.run.house)
 
     def _highest_retired(self) -> int:
         highest = 0
@@ -96,22 +104,15 @@ def publish(run: RunDir, lock: fs.Lock, name: BatchName, data: bytes | Sequence[
     after the rename.
     """
     if not lock.still_held():
-        raise SpoolLocked(
-            f"the lock file {lock.path} was removed or replaced while it was held",
-            hint="another daemon may have this run directory; this one stops",
-        )
+        raise lock_lost(lock.path)
     tmp = f"{run.tmp}/{name.file_name}"
-    fs.write_new(tmp, data)
+    fs.write_tmp(tmp, data)
     try:
         fs.rename_noreplace(tmp, run.file(Place(State.PENDING), name.file_name))
-    except (FileExistsError, FileNotFoundError) as error:
-        fs.remove(tmp)
+    except (FileExistsError, FileNotFoundError, SpoolWriteError) as error:
+        with contextlib.suppress(SpoolWriteError):
+            fs.remove(tmp)
+        if isinstance(error, SpoolWriteError):
+            raise
         raise fs.failed("publish", name.file_name, error) from error
-    except SpoolWriteError:
-        fs.remove(tmp)
-        raise
-    try:
-        fs.sync_dir(run.pending)
-    except SpoolWriteError as error:
-        error.state_unknown = True
-        raise
+    fs.sync_dir(run.pending)

@@ -8,8 +8,9 @@ import os
 from typing import Final
 
 from spoold import fs
-from spoold.errors import ConfigError, SpoolLocked, SpoolWriteError
+from spoold.errors import ConfigError, SpoolError, SpoolLocked, SpoolWriteError
 from spoold.layout import RunDir, State
+from spoold.spool.shelves import PROBE_PREFIX
 
 __all__ = ["clean_tmp", "lock_run", "make_run", "tie"]
 
@@ -21,14 +22,23 @@ FORMAT: Final = 1
 def make_run(root: str) -> RunDir:
     """Make a run directory with all its folders, durably; what is there already stays as it is.
 
-    Raises ConfigError where that cannot be: a file in the way, no permission, another mount.
+    Raises ConfigError where that cannot be: a file in the way, no permission, another mount;
+    SpoolError where the ledger of a run directory in use is gone.
     """
     run = RunDir(os.path.abspath(root))
+    if os.path.lexists(run.source_json) and not os.path.lexists(run.ledger):
+        raise SpoolError(
+            f"{run.ledger} is missing: which acked batches were delivered is not known",
+            hint="restore it from a backup, or make it: then environments of acked batches whose "
+            f"files are gone are delivered again; `spoold check {run.root}` says more",
+        )
     folders = [f"{run.root}/{state.value}" for state in State]
     try:
         for folder in (run.root, *folders, run.house, run.tmp, run.ledger):
             fs.make_dirs(folder)
     except SpoolWriteError as error:
+        if error.errno in fs.PASSING:
+            raise
         raise ConfigError(
             error.message, hint=error.hint or "choose another run directory or move what is there"
         ) from error
@@ -57,10 +67,23 @@ def locked_by(run: RunDir) -> SpoolLocked:
     )
 
 
+def lock_lost(path: str) -> SpoolLocked:
+    """Return the error for a daemon whose lock file was removed or replaced while it held it."""
+    return SpoolLocked(
+        f"the lock file {path} was removed or replaced while it was held",
+        hint="another daemon may have this run directory; this one stops",
+    )
+
+
 def probe(run: RunDir) -> None:
     """Rename a file through every folder, so that a move that cannot work is found at start."""
     folders = [f"{run.root}/{state.value}" for state in State]
     inside = [f"{top}/{name}" for top in folders for name in sorted(fs.scan(top).folders)]
+    for folder in (*folders, *inside):
+        fs.make_dirs(folder)  # one whose maker was killed has its mode now
+        for name in fs.scan(folder).files:
+            if name.startswith(PROBE_PREFIX):
+                fs.remove(f"{folder}/{name}")  # of a start that was killed
     fs.probe_renames([*folders, *inside], run.tmp)
 
 

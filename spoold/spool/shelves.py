@@ -59,6 +59,7 @@ class Shelves:
         self.run = run
         self.by_place: dict[Place, Shelf] = {}
         self._settled: set[str] = set()
+        self.unknown_changed = False
 
     def has(self, place: Place, file_name: str) -> bool:
         """Whether the last listing of a folder had this name."""
@@ -133,6 +134,7 @@ class Shelves:
         for place in before - seen:
             shelf = self.by_place.pop(place)
             this.still = False
+            self.unknown_changed |= bool(shelf.unknown)
             self._take_out(shelf, shelf.names, this)
         if everything:
             this.still = this.still and all(
@@ -198,7 +200,9 @@ class Shelves:
         odd = {*listing.others, *(listing.folders if place.folder else ())}
         odd.update(name for name in shelf.unknown if name in names)
         odd.update(name for name in strange if not self._is_known(place, name))
-        shelf.unknown = tuple(sorted(odd))
+        unknown = tuple(sorted(odd))
+        self.unknown_changed |= unknown != shelf.unknown
+        shelf.unknown = unknown
 
     def _take_out(self, shelf: Shelf, names: set[str], this: Pass) -> None:
         if shelf.place == Place(State.REJECTED) and names:

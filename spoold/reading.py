@@ -1,0 +1,89 @@
+"""What is on the disk: bytes, listings, free space. Changes nothing.
+
+A failed call raises SpoolWriteError; FileNotFoundError passes through.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
+
+from spoold.oserrors import doing
+
+__all__ = ["Listing", "free_bytes", "read", "read_each", "scan"]
+
+_SMALL_BYTES: Final = 1 << 16
+
+
+def read(path: str) -> bytes:
+    """Return the bytes of a regular file; a link, pipe or directory is an error, never followed.
+
+    FileNotFoundError passes; all else is a SpoolWriteError that names the remedy.
+    """
+    with doing("read", path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            facts = os.fstat(fd)
+            if not stat.S_ISREG(facts.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", path)
+            data = os.read(fd, facts.st_size + 1)
+            while len(data) < facts.st_size:
+                more = os.read(fd, facts.st_size - len(data) + 1)
+                if not more:
+                    break
+                data += more
+            return data
+        finally:
+            os.close(fd)
+
+
+def read_each(folder: str, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield the bytes of small files in one folder. Fails as `read` does."""
+    with doing("read", folder):
+        folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in names:
+            with doing("read", f"{folder}/{name}"):
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                fd = os.open(name, flags, dir_fd=folder_fd)
+                try:
+                    data = os.read(fd, _SMALL_BYTES)
+                    while len(data) % _SMALL_BYTES == 0 and (more := os.read(fd, _SMALL_BYTES)):
+                        data += more
+                finally:
+                    os.close(fd)
+            yield name, data
+    finally:
+        os.close(folder_fd)
+
+
+class Listing(NamedTuple):
+    """The names in a directory: regular files, directories, and all else (links, pipes, …)."""
+
+    files: list[str]
+    folders: list[str]
+    others: list[str]
+
+
+def scan(path: str) -> Listing:
+    """List a directory. FileNotFoundError when it is not there; unreadable is never empty."""
+    listing = Listing([], [], [])
+    with doing("list", path), os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False):
+                listing.files.append(entry.name)
+            elif entry.is_dir(follow_symlinks=False):
+                listing.folders.append(entry.name)
+            else:
+                listing.others.append(entry.name)
+    return listing
+
+
+def free_bytes(path: str) -> int:
+    """Return how many bytes an unprivileged process may still write beside `path`."""
+    with doing("stat", path):
+        facts = os.statvfs(path)
+    return facts.f_bavail * facts.f_frsize

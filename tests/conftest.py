@@ -1,0 +1,26 @@
+"""How many bad moments were tried is said at the end of a run, act by act."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+
+@pytest.hookimpl
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    tried: Counter[tuple[str, str]] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == "tried" and report.when == "call":
+                    what, act, count = value
+                    tried[what, act] += count
+    if not tried:
+        return
+    terminalreporter.section("bad moments tried")
+    for what in dict.fromkeys(what for what, _ in tried):
+        acts = {act: count for (of, act), count in tried.items() if of == what}
+        terminalreporter.write_line(f"{sum(acts.values()):6,} {what}")
+        for act, count in acts.items():
+            terminalreporter.write_line(f"{count:13,} {act}")
