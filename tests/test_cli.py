@@ -18,6 +18,7 @@ Capsys = pytest.CaptureFixture[str]
 COMMANDS = [
     "run",
     "demo",
+    "config",
     "status",
     "ls",
     "show",
@@ -94,7 +95,7 @@ def test_run_hands_the_merged_settings_to_the_daemon(
 
     seen: list[tuple[config.Settings, bool]] = []
 
-    def run(settings: config.Settings, *, once: bool = False) -> None:
+    def run(settings: config.Settings, *, once: bool, **_: object) -> None:
         seen.append((settings, once))
 
     monkeypatch.setattr(daemon, "run", run)
@@ -115,7 +116,7 @@ def test_an_error_of_the_daemon_is_one_line_with_its_exit_code(
 ) -> None:
     from spoold import daemon
 
-    def run(settings: config.Settings, *, once: bool = False) -> None:
+    def run(settings: config.Settings, **_: object) -> None:
         raise SourceUnavailable("no database at\nx", hint="start the writer")
 
     monkeypatch.setattr(daemon, "run", run)

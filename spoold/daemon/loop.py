@@ -67,6 +67,8 @@ class Daemon:
         self._status_is_old = False
         self._told_late = BitMap64()
         self._host = os.uname().nodename
+        self.sentence = "starting"
+        """What it does now, in words: the first reason of status, where there is one."""
 
     # --- from start to stop ----------------------------------------------------------------------
 
@@ -141,6 +143,21 @@ class Daemon:
             timeout_seconds=settings.group_timeout_seconds,
             partial=settings.partial_groups,
         )
+
+    def reload(self, settings: Settings) -> None:
+        """Go on with settings that `config.reloaded` gave, from the next step."""
+        now = self.clock()
+        self.settings = self.delivery.settings = settings
+        self.looking.reload(settings, now)
+        self.plan.batch_size = settings.batch_size
+        self.plan.linger_seconds = settings.linger_seconds
+        if isinstance(self.plan, GroupPlan):
+            self.plan.timeout_seconds = settings.group_timeout_seconds
+            self.plan.partial = settings.partial_groups
+        self._overdue.seconds = settings.missing_row_seconds
+        self._requeue.max_attempts = settings.max_attempts
+        self._requeue.abandoned.seconds = settings.requeue_seconds
+        self._refresh_at = now
 
     @property
     def plan(self) -> Plan | GroupPlan:
@@ -450,6 +467,7 @@ class Daemon:
         self._status_is_old = False
         self._status_at = now + STATUS_SECONDS
         report = self._report(state, now)
+        self.sentence = _sentence(report)
         try:
             statusfile.write(self.run, statusfile.stamped(report, self.wall()))
         except (SpoolWriteError, OSError) as error:
@@ -493,3 +511,10 @@ class Daemon:
                 notes=self.inventory.note_count, latest=self.delivery.counts.latest_note
             ),
         )
+
+
+def _sentence(report: statusfile.Status) -> str:
+    if report.reasons:
+        first = report.reasons[0]
+        return f"{first.text}; {first.remedy}" if first.remedy else first.text
+    return f"{report.state}; {report.delivered} environments delivered"

@@ -297,9 +297,10 @@ class Inventory:
             self._deliver(entry)
         if held is None or held.place != place:
             fields = {"batch": batch_id, "to": place.path}
-            if held is not None:
-                fields["from"] = held.place.path
-                log.info("batch moved", extra={"fields": fields})
+            if held is not None or (in_ledger and place.state is not State.ACKED):
+                # Of a batch whose ack is in the ledger no more is kept than that.
+                was = held.place if held is not None else Place(State.ACKED)
+                log.info("batch moved", extra={"fields": fields | {"from": was.path}})
             else:
                 log.debug("batch found", extra={"fields": fields})
         self._count_pending(held, place, size)
