@@ -397,7 +397,7 @@ def _as_toml(value: object) -> str:
 
 def _masked(url: str) -> str:
     """Hide what a URL keeps secret: its password, before the host or as an option."""
-    url = re.sub(r"(://[^/?#@]*?:)[^/?#]*@", r"\1***@", url)
+    url = re.sub(r"(://[^/?#@:]*:)[^?#]*@", r"\1***@", url)
     return re.sub(
         r"([?&][^=&]*(?:pass|secret|token|key)[^=&]*=)[^&#]*", r"\1***", url, flags=re.IGNORECASE
     )
