@@ -113,6 +113,11 @@ class Delivery:
         """How many batches are being written and are not counted as pending yet: 0 or 1."""
         return int(self._writing is not None)
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """How many bytes these have."""
+        return self._writing[2].size_bytes if self._writing is not None else 0
+
     def missing_rows(self, source: Source) -> BitMap64:
         """Return the finished environments that have no usable row, and no note of it yet."""
         inventory = self.inventory

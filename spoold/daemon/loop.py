@@ -260,7 +260,7 @@ class Daemon:
         over = pressure(
             batches=inventory.pending_batches + self.delivery.in_flight,
             max_batches=settings.max_pending_batches,
-            size_bytes=inventory.pending_bytes,
+            size_bytes=inventory.pending_bytes + self.delivery.in_flight_bytes,
             max_bytes=settings.max_pending_bytes,
             free_bytes=fs.free_bytes(self.run.root) if settings.min_free_bytes else 0,
             min_free_bytes=settings.min_free_bytes,
