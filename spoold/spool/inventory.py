@@ -231,6 +231,9 @@ class Inventory:
             if place is None:
                 if batch_id in self._held:
                     self._absent.add(batch_id)
+                elif batch_id in self.ledger.batches:
+                    # RACE: it may be on its way back to pending/; then the next pass says so.
+                    log.info("acked batch gone", extra={"fields": {"batch": batch_id}})
                 done.append(batch_id)
                 continue
             self._absent.discard(batch_id)
@@ -383,7 +386,7 @@ class Inventory:
             held = self._held.pop(batch_id)
             self._count_pending(held, Place(State.REJECTED), 0)
             if batch_id in self.ledger.batches:
-                log.info("acked batch removed", extra={"fields": {"batch": batch_id}})
+                log.info("acked batch gone", extra={"fields": {"batch": batch_id}})
             else:
                 recount = True
                 fields = {"batch": batch_id, "from": held.place.path}
