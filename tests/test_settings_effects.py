@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,20 @@ class Table:
 
 
 EFFECTS = Table()
+_open: list[Rollouts] = []
 
 
-def begin(folder: Path, generation: str = "newest", **_: Any) -> Rollouts:
-    return make_rollouts(folder / "rollout.db", generation)
+@pytest.fixture(autouse=True)
+def _close_writers() -> Iterator[None]:
+    yield
+    while _open:
+        _open.pop().close()
+
+
+def begin(folder: Path) -> Rollouts:
+    rollouts = make_rollouts(folder / "rollout.db")
+    _open.append(rollouts)
+    return rollouts
 
 
 def complete(rollouts: Rollouts, count: int, *, group: str = "", **facts: Any) -> list[int]:
@@ -271,7 +281,7 @@ def _(folder: Path, settings: dict[str, Any]) -> Any:
     rollouts = begin(folder)
     complete(rollouts, 2)
     after_one_go(folder, {})
-    rollouts.close()
+    _open.pop().close()
     os.unlink(folder / "rollout.db")
     complete(begin(folder), 2)
     it = start(folder, **settings)

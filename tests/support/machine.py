@@ -20,6 +20,8 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+from filelock import FileLock
+
 from tests.support.processes import until
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +56,9 @@ def _cached(name: str, key: str, make: Callable[[Path], None]) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     assert folder.stat().st_uid == os.getuid()
     made = folder / f"{name}-{digest}"
-    if not made.exists():
+    with FileLock(folder / "lock"):
+        if made.exists():
+            return made
         with tempfile.TemporaryDirectory(dir=folder) as beside:
             make(Path(beside, name))
             os.rename(Path(beside, name), made)
