@@ -231,7 +231,7 @@ def test_every_setting_that_may_change_is_taken_over_by_the_running_daemon(tmp_p
     from spoold.config import NEEDS_RESTART, reloaded
     from tests.support.daemons import running
 
-    old: dict[str, Any] = {"group_size": 4, "partial_groups": "wait"}
+    old: dict[str, Any] = {"group_size": 4, "partial_groups": "wait", "keep_steps": 3}
     with running(tmp_path, **old) as it:
         before = it.daemon.settings
         changed = {
@@ -254,6 +254,7 @@ def test_every_setting_that_may_change_is_taken_over_by_the_running_daemon(tmp_p
         assert daemon_._overdue.seconds == new.missing_row_seconds
         assert daemon_._requeue.abandoned.seconds == new.requeue_seconds
         assert daemon_._requeue.max_attempts == new.max_attempts
+        assert daemon_._retention.keep_steps == new.keep_steps
 
 
 def test_under_the_journal_the_error_that_ends_it_has_a_priority(tmp_path: Path) -> None:

@@ -223,9 +223,13 @@ def _(folder: Path, settings: dict[str, Any]) -> Any:
     rollouts = begin(folder)
     complete(rollouts, 1)
     with running(folder, **settings) as it:
-        seconds_until(it, lambda: it.daemon.step() > 1)
+        seconds_until(it, lambda: len(tree(it.run)) == 1)
+        # It looks a few times more at once, then pauses.
+        seconds_until(it, lambda: it.daemon.looking.due_at() > it.clock.now + 0.2)
+        looked_at = it.clock.now
         complete(rollouts, 1)
-        return seconds_until(it, lambda: len(tree(it.run)) == 2)
+        seconds_until(it, lambda: len(tree(it.run)) == 2)
+        return round(it.clock.now - looked_at)
 
 
 @EFFECTS.row("rescan_seconds", 11, by_default=60, then=11)
@@ -268,6 +272,18 @@ def _(folder: Path, settings: dict[str, Any]) -> Any:
         _claimed_by_somebody_who_died(folder, it)
         seconds_until(it, lambda: tree(it.run, "pending", "rejected"))
         return os.path.dirname(tree(it.run, "pending", "rejected")[0])
+
+
+@EFFECTS.row("keep_steps", 1, by_default=[1, 2, 3], then=[2, 3])
+def _(folder: Path, settings: dict[str, Any]) -> Any:
+    complete(begin(folder), 3)
+    with running(folder, batch_size=1, **settings) as it:
+        it.go()
+        for step, name in enumerate(tree(it.run, "pending"), 1):
+            mv(it.run, name, f"acked/step-{step:09d}")
+        it.settle()
+        it.go(10.0)
+        return [int(name.split("/")[1][5:]) for name in tree(it.run, "acked")]
 
 
 @EFFECTS.row("null_reward", "reject", by_default=[1], then=[])

@@ -111,7 +111,7 @@ def _serve(
     while not signals.stopping:
         pause = daemon.step()
         service.progress()
-        service.status(daemon.sentence)
+        service.status(daemon.report.sentence)
         heard = hints.wait(service.shorten(pause))
         daemon.hint(source="source" in heard, spool="spool" in heard)
         if signals.reload and read_again is not None:

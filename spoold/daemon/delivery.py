@@ -123,6 +123,15 @@ class Delivery:
         inventory = self.inventory
         return source.missing - inventory.skip - BitMap64(inventory.missing_row_notes)
 
+    def reload(self, settings: Settings) -> None:
+        """Go on with other settings; what is ready stays ready."""
+        self.settings = settings
+        self.plan.batch_size = settings.batch_size
+        self.plan.linger_seconds = settings.linger_seconds
+        if isinstance(self.plan, GroupPlan):
+            self.plan.timeout_seconds = settings.group_timeout_seconds
+            self.plan.partial = settings.partial_groups
+
     def forget(self) -> None:
         """Forget what was read and not published: the source is not the same any more."""
         self._carry = None
