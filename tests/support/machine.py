@@ -46,6 +46,8 @@ def why_not() -> str:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"a container needs {', '.join(missing)}"
+    if subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], check=False).returncode:
+        return "a container needs namespaces, which this root may not make"
     return ""
 
 
