@@ -6,16 +6,19 @@ the one table of them, with defaults, bounds and help. An option in seconds may 
 (`--linger`). A variable that is set but empty counts as not set. A relative path is relative to the
 working directory, wherever it comes from.
 
-This is the only module that reads the environment, and the only one that loads pydantic. The three
-places are merged here and not by pydantic-settings, because an error has to say where a value came
-from, and because that import would cost each start another 0.07 s.
+This is the only module that reads the environment, what a service manager puts there included, and
+the only one that loads pydantic. The three places are merged here and not by pydantic-settings,
+because an error has to say where a value came from, and because that import would cost each start
+another 0.07 s.
 """
 
 from __future__ import annotations
 
 import difflib
 import enum
+import json
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,15 +38,33 @@ from spoold.errors import ConfigError
 from spoold.model import NullReward, OnReplaced, PartialGroups, ReadyWhen, Samples
 
 __all__ = [
+    "NEEDS_RESTART",
+    "Given",
+    "Reloaded",
     "SettingOption",
     "Settings",
+    "ShownSetting",
+    "gather",
     "load",
+    "make",
+    "notify_socket",
+    "problems",
+    "reloaded",
+    "setting_options",
+    "shown",
     "stderr_is_journal",
     "unknown_variables",
     "variable_of",
+    "watchdog_seconds",
 ]
 
 _PREFIX: Final = "SPOOLD_"
+
+NEEDS_RESTART: Final = frozenset(
+    {"db", "run_dir", "job", "ready_when", "samples", "group_size", "null_reward"}
+)
+"""Settings that say which environments are complete and what becomes of their rows: a running
+daemon keeps to them, or a batch would hold two kinds. All others may change while it runs."""
 
 _Count = Annotated[int, Field(ge=1, lt=2**63)]
 _CountOrZero = Annotated[int, Field(ge=0, lt=2**63)]
@@ -196,6 +217,14 @@ def variable_of(name: str) -> str:
     return _PREFIX + name.upper()
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value as it was given, and where: `in FILE`, `in SPOOLD_JOB`, `by --job`."""
+
+    value: object
+    origin: str
+
+
 def load(
     config_file: str | None,
     options: Mapping[str, object],
@@ -207,37 +236,72 @@ def load(
     be read, an unknown key in it, a missing setting, and a value that is not possible: with its
     name, where it came from, and what is allowed.
     """
+    return make(gather(config_file, options, environ))
+
+
+def gather(
+    config_file: str | None,
+    options: Mapping[str, object],
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, Given]:
+    """Return what was given, by name, the strongest of the three places; nothing is judged yet.
+
+    Raises ConfigError for a file that cannot be read.
+    """
     variables = os.environ if environ is None else environ
-    given: dict[str, tuple[object, str]] = {}
+    given: dict[str, Given] = {}
     if config_file is not None:
         for name, value in _read_file(config_file).items():
-            given[name] = value, f"in {config_file}"
+            given[name] = Given(value, f"in {config_file}")
     for name in Settings.model_fields:
         if variables.get(variable_of(name)):
-            given[name] = variables[variable_of(name)], f"in {variable_of(name)}"
+            given[name] = Given(variables[variable_of(name)], f"in {variable_of(name)}")
         if name in options:
-            given[name] = options[name], f"by {_option_of(name)}"
-    for name, (value, origin) in given.items():
-        if isinstance(value, bool | list | dict):
-            raise _impossible(name, value, origin)  # pydantic would take true for 1
+            given[name] = Given(options[name], f"by {_option_of(name)}")
+    return given
+
+
+def make(given: Mapping[str, Given]) -> Settings:
+    """Make settings of what was given. Raises the first of its `problems`."""
+    for error in problems(given):
+        raise error
+    return Settings.model_validate({name: one.value for name, one in given.items()})
+
+
+def problems(given: Mapping[str, Given]) -> list[ConfigError]:
+    """Return all that is wrong with what was given: unknown, impossible, missing."""
+    found = [
+        ConfigError(f"unknown setting {name!r} {one.origin}", hint=_nearest(name))
+        for name, one in given.items()
+        if name not in Settings.model_fields
+    ]
+    known = {name: one for name, one in given.items() if name in Settings.model_fields}
+    # pydantic would take true for 1
+    odd = [name for name, one in known.items() if isinstance(one.value, bool | list | dict)]
+    found += [_impossible(name, known.pop(name)) for name in odd]
     try:
-        return Settings.model_validate({name: value for name, (value, _) in given.items()})
+        Settings.model_validate({name: one.value for name, one in known.items()})
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        if first["type"] == "missing":
-            raise ConfigError(
-                f"no {name} given",
-                hint=f"give {_option_of(name)}, set {variable_of(name)}, or put {name} into a file "
-                "for --config",
-            ) from error
-        raise _impossible(name, *given[name]) from error
+        for name in dict.fromkeys(str(each["loc"][0]) for each in error.errors()):
+            if name in known:
+                found.append(_impossible(name, known[name]))
+            elif name not in odd:
+                found.append(_missing(name))
+    return found
+
+
+def _missing(name: str) -> ConfigError:
+    return ConfigError(
+        f"no {name} given",
+        hint=f"give {_option_of(name)}, set {variable_of(name)}, or put {name} into a file "
+        "for --config",
+    )
 
 
 def _read_file(path: str) -> dict[str, object]:
     try:
         with open(path, "rb") as file:
-            values = tomllib.load(file)
+            return tomllib.load(file)
     except OSError as error:
         raise ConfigError(
             f"cannot read the settings in {path}: {os.strerror(error.errno or 0).lower()}",
@@ -247,10 +311,6 @@ def _read_file(path: str) -> dict[str, object]:
         raise ConfigError(
             f"{path} is no TOML: {error}", hint='a line looks like: db = "rollouts.db"'
         ) from error
-    for name in values:
-        if name not in Settings.model_fields:
-            raise ConfigError(f"unknown setting {name!r} in {path}", hint=_nearest(name))
-    return values
 
 
 def _nearest(name: str, *, write: Callable[[str], str] = str) -> str:
@@ -258,11 +318,13 @@ def _nearest(name: str, *, write: Callable[[str], str] = str) -> str:
     return f"did you mean {write(near[0])}?" if near else "`spoold run --help` lists the settings"
 
 
-def _impossible(name: str, value: object, origin: str) -> ConfigError:
-    shown = repr(value)
-    if len(shown) > 60:
-        shown = shown[:60] + "…"
-    return ConfigError(f"{name} cannot be {shown} (given {origin})", hint=f"it is {_allowed(name)}")
+def _impossible(name: str, given: Given) -> ConfigError:
+    value = repr(given.value)
+    if len(value) > 60:
+        value = value[:60] + "…"
+    return ConfigError(
+        f"{name} cannot be {value} (given {given.origin})", hint=f"it is {_allowed(name)}"
+    )
 
 
 def _allowed(name: str) -> str:
@@ -295,6 +357,90 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str
         for name in sorted(variables)
         if name.startswith(_PREFIX) and name not in known
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownSetting:
+    """A setting for people: `value` as TOML writes it, "" where it is not set."""
+
+    name: str
+    value: str
+    origin: str
+
+
+def shown(settings: Settings, given: Mapping[str, Given]) -> list[ShownSetting]:
+    """Return every setting, what it is and where that comes from; secrets in URLs are masked."""
+    return [
+        ShownSetting(
+            name=name,
+            value=_as_toml(getattr(settings, name)),
+            origin=given[name].origin.partition(" ")[2] if name in given else "default",
+        )
+        for name in Settings.model_fields
+    ]
+
+
+def _as_toml(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, ByteSize):
+        units = ((unit, 1 << bits) for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)))
+        whole = (f'"{value // size}{unit}"' for unit, size in units if value and not value % size)
+        return next(whole, str(int(value)))
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() else repr(value)
+    if isinstance(value, int):
+        return str(value)
+    text = str(value.value) if isinstance(value, enum.Enum) else _masked(str(value))
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _masked(url: str) -> str:
+    """Hide what a URL keeps secret: its password, before the host or as an option."""
+    url = re.sub(r"(://[^/?#@:]*:)[^?#]*@", r"\1***@", url)
+    return re.sub(
+        r"([?&][^=&]*(?:pass|secret|token|key)[^=&]*=)[^&#]*", r"\1***", url, flags=re.IGNORECASE
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reloaded:
+    """What becomes of settings that were read again while the daemon runs."""
+
+    settings: Settings
+    changed: tuple[str, ...]
+    needs_restart: tuple[str, ...]
+
+
+def reloaded(old: Settings, new: Settings) -> Reloaded:
+    """Return the settings to go on with: the new ones, but the old where only a restart helps."""
+    differ = [n for n in Settings.model_fields if getattr(old, n) != getattr(new, n)]
+    kept = {name: getattr(old, name) for name in NEEDS_RESTART}
+    return Reloaded(
+        settings=new.model_copy(update=kept),
+        changed=tuple(name for name in differ if name not in NEEDS_RESTART),
+        needs_restart=tuple(name for name in differ if name in NEEDS_RESTART),
+    )
+
+
+# --- what a service manager says -----------------------------------------------------------------
+
+
+def notify_socket(environ: Mapping[str, str] | None = None) -> str:
+    """Return the address where the service manager listens, "" where there is none."""
+    return (os.environ if environ is None else environ).get("NOTIFY_SOCKET", "")
+
+
+def watchdog_seconds(environ: Mapping[str, str] | None = None) -> float:
+    """Return how long the service manager waits for a ping of this process; 0 for ever."""
+    variables = os.environ if environ is None else environ
+    # Inherited by children that nobody watches: the process is named, where the manager says so.
+    if variables.get("WATCHDOG_PID", "") not in ("", str(os.getpid())):
+        return 0.0
+    try:
+        return max(0, int(variables.get("WATCHDOG_USEC", ""))) / 1e6
+    except ValueError:
+        return 0.0
 
 
 def stderr_is_journal(environ: Mapping[str, str] | None = None) -> bool:

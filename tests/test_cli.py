@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ Capsys = pytest.CaptureFixture[str]
 COMMANDS = [
     "run",
     "demo",
+    "config",
     "status",
     "ls",
     "show",
@@ -95,7 +97,7 @@ def test_run_hands_the_merged_settings_to_the_daemon(
 
     seen: list[tuple[config.Settings, bool]] = []
 
-    def run(settings: config.Settings, *, once: bool = False) -> None:
+    def run(settings: config.Settings, *, once: bool, **_: object) -> None:
         seen.append((settings, once))
 
     monkeypatch.setattr(daemon, "run", run)
@@ -116,7 +118,7 @@ def test_an_error_of_the_daemon_is_one_line_with_its_exit_code(
 ) -> None:
     from spoold import daemon
 
-    def run(settings: config.Settings, *, once: bool = False) -> None:
+    def run(settings: config.Settings, **_: object) -> None:
         raise SourceUnavailable("no database at\nx", hint="start the writer")
 
     monkeypatch.setattr(daemon, "run", run)
@@ -230,3 +232,34 @@ def test_status_and_ls_load_nothing_heavy(tmp_path: Path, args: list[str]) -> No
 def test_the_debug_flag_does_not_leak_into_the_next_call(capsys: Capsys) -> None:
     spoold(capsys, "--debug", "ls", "none")
     assert "Traceback" not in spoold(capsys, "ls", "none").err
+
+
+@pytest.mark.parametrize(
+    ("shell", "words", "index", "offered"),
+    [
+        ("bash", "spoold sta", 1, "status"),
+        ("bash", "spoold run --sca", 2, "--scan"),
+        ("zsh", "spoold config ", 2, "check"),
+        ("fish", "spoold sta", 1, "status"),
+    ],
+)
+def test_shells_complete_commands_and_options(
+    shell: str, words: str, index: int, offered: str
+) -> None:
+    script = spoold_process(environ={"_SPOOLD_COMPLETE": f"{shell}_source"})
+    assert script.code == 0
+    assert "_SPOOLD_COMPLETE" in script.out
+    environ = {"_SPOOLD_COMPLETE": f"{shell}_complete", "COMP_WORDS": words}
+    environ["COMP_CWORD"] = words.split(" ")[-1] if shell == "fish" else str(index)
+    ran = spoold_process(environ=environ)
+    assert (ran.code, ran.err) == (0, "")
+    assert offered in ran.out.replace(",", " ").split()
+
+
+def test_when_standard_error_is_a_log_the_last_error_is_an_event_of_it(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("in the way")
+    wrong = ["run", "--db", "x", "--run-dir", tmp_path / "run"]
+    ran = spoold_process(*wrong, "--log-format", "json")
+    event = json.loads(ran.err)
+    assert (event["level"], event["event"], event["exit"], ran.code) == ("error", "ended", 78, 78)
+    assert spoold_process(*wrong).err.startswith("spoold: ")

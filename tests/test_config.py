@@ -202,3 +202,35 @@ def test_no_setting_is_idle() -> None:
     files = [path for path in package.rglob("*.py") if path.name != "config.py"]
     text = "".join(path.read_text() for path in files)
     assert [name for name in Settings.model_fields if f"settings.{name}" not in text] == []
+
+
+def test_settings_read_again_keep_what_only_a_restart_can_change() -> None:
+    old = config.load(None, REQUIRED, {})
+    new = config.load(None, {"db": "b.db", "run_dir": "c", "batch_size": 5, "null_reward": "wait"})
+    outcome = config.reloaded(old, new)
+    assert outcome.changed == ("batch_size",)
+    assert outcome.needs_restart == ("db", "run_dir", "null_reward")
+    assert outcome.settings == old.model_copy(update={"batch_size": 5})
+    assert config.reloaded(old, old) == config.Reloaded(settings=old, changed=(), needs_restart=())
+
+
+def test_a_service_manager_is_where_its_variables_say() -> None:
+    assert config.notify_socket({"NOTIFY_SOCKET": "@x"}) == "@x"
+    assert config.notify_socket({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("environ", "seconds"),
+    [
+        ({"WATCHDOG_USEC": "1500000"}, 1.5),
+        ({"WATCHDOG_USEC": "1500000", "WATCHDOG_PID": str(os.getpid())}, 1.5),
+        ({"WATCHDOG_USEC": "1500000", "WATCHDOG_PID": "1"}, 0.0),
+        ({"WATCHDOG_USEC": "soon"}, 0.0),
+        ({"WATCHDOG_USEC": "-1"}, 0.0),
+        ({}, 0.0),
+    ],
+)
+def test_the_watchdog_waits_as_long_as_its_variables_say(
+    environ: dict[str, str], seconds: float
+) -> None:
+    assert config.watchdog_seconds(environ) == seconds

@@ -28,7 +28,10 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_settings_table_is_that_of_the_code() -> None:
-    rows = {name.strip("`"): default for name, default, _ in table("Settings")}
+    cells = {name: default for name, default, _ in table("Settings")}
+    marked = {name.split("`")[1] for name in cells if name.endswith("↻")}
+    assert marked == config.NEEDS_RESTART
+    rows = {name.split("`")[1]: default for name, default in cells.items()}
     assert list(rows) == list(config.Settings.model_fields)
     required = {"db": "x", "run_dir": "y"}
     assert {name for name, default in rows.items() if default == "required"} == set(required)

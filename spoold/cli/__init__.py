@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 import click
 
 from spoold import __version__
-from spoold.cli.words import debug_option, say
+from spoold.cli.words import LOGS_ERRORS, debug_option, say
 from spoold.errors import EX_BUG, EX_IO, EX_USAGE, SpooldError
 
 __all__ = ["COMMANDS", "main"]
@@ -25,6 +25,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: Final = {
     "run": "run",
     "demo": "run",
+    "config": "config",
     "status": "status",
     "ls": "ls",
     "show": "ls",
@@ -103,18 +104,29 @@ def _run(args: list[str], flags: dict[str, bool]) -> int:
         return _EX_SIGINT
     except SpooldError as error:
         _show_traceback(flags)
-        say(str(error))
+        _tell(flags, str(error), error.exit_code)
         return error.exit_code
     except OSError as error:
         _show_traceback(flags)
         where = str(error.filename) if error.filename else "standard output or another file"
-        say(f"cannot use {where}: {os.strerror(error.errno or 0).lower()}")
+        _tell(flags, f"cannot use {where}: {os.strerror(error.errno or 0).lower()}", EX_IO)
         return EX_IO
     except Exception as error:  # noqa: BLE001 - the last stop: a bug is one line and its own code
         _show_traceback(flags)
-        say(f"bug: {type(error).__name__}: {error}; run it again with --debug and report that")
+        what = f"bug: {type(error).__name__}: {error}; run it again with --debug and report that"
+        _tell(flags, what, EX_BUG)
         return EX_BUG
     return code if isinstance(code, int) else 0
+
+
+def _tell(flags: dict[str, bool], what: str, exit_code: int) -> None:
+    if flags.get(LOGS_ERRORS):
+        import logging
+
+        fields = {"error": what, "exit": exit_code}
+        logging.getLogger("spoold").error("ended", extra={"fields": fields})
+    else:
+        say(what)
 
 
 def _as_clause(sentence: str) -> str:

@@ -6,43 +6,64 @@ The options of `run` are made from the table in `spoold.config`; none is typed h
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from spoold import config, log
-from spoold.cli.words import debug_option
+from spoold.cli.words import LOGS_ERRORS, debug_option
+from spoold.config import Settings
 
-__all__ = ["demo", "run"]
+__all__ = ["config_option", "demo", "run", "setting_options"]
+
+_log = logging.getLogger("spoold.config")
+
+config_option: Final = click.option(
+    "--config", "config_file", metavar="FILE", help="TOML file with settings."
+)
 
 
-def _setting_options() -> list[click.Parameter]:
+def setting_options() -> list[click.Parameter]:
+    """Return an option for every setting."""
     return [
         click.Option([option.name, *option.forms], metavar=option.metavar, help=option.help)
         for option in config.setting_options()
     ]
 
 
-@click.command(params=_setting_options())
-@click.option("--config", "config_file", metavar="FILE", help="TOML file with settings.")
+@click.command(params=setting_options())
+@config_option
 @click.option("--once", is_flag=True, help="Deliver all that is deliverable now, then exit.")
 @debug_option
-def run(config_file: str | None, once: bool, **given: Any) -> None:
+@click.pass_context
+def run(ctx: click.Context, /, config_file: str | None, once: bool, **given: Any) -> None:
     """Deliver the completed environments of a rollout database into a run directory.
 
     A setting is taken from its option, else from its variable (SPOOLD_BATCH_SIZE), else from the
-    file (batch_size = 64), else from its default.
+    file (batch_size = 64), else from its default. SIGHUP reads the file again.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
-    settings = config.load(config_file, chosen)
-    log.setup(settings.log_level, settings.log_format, journal=config.stderr_is_journal())
+
+    def read_again() -> Settings:
+        settings = config.load(config_file, chosen)
+        _set_up_log(settings)
+        return settings
+
+    settings = read_again()
+    if config.stderr_is_journal() or settings.log_format == "json":
+        ctx.find_root().ensure_object(dict)[LOGS_ERRORS] = True
     unknown = config.unknown_variables()
     if unknown:
         fields = {"variables": "; ".join(f"{name}: {hint}" for name, hint in unknown.items())}
-        logging.getLogger("spoold.config").warning("unknown variables", extra={"fields": fields})
-    from spoold import daemon
+        _log.warning("unknown variables", extra={"fields": fields})
+    from spoold import daemon, systemd
 
-    daemon.run(settings, once=once)
+    service = systemd.Service(config.notify_socket(), watchdog_seconds=config.watchdog_seconds())
+    daemon.run(settings, once=once, service=service, read_again=read_again if config_file else None)
+
+
+def _set_up_log(settings: Settings) -> None:
+    log.setup(settings.log_level, settings.log_format, journal=config.stderr_is_journal())
 
 
 @click.command()

@@ -9,7 +9,20 @@ from typing import Any, Final, TypeVar
 
 import click
 
-__all__ = ["age", "counted", "debug_option", "json_option", "printable", "run_dir_argument", "say"]
+__all__ = [
+    "LOGS_ERRORS",
+    "age",
+    "counted",
+    "debug_option",
+    "json_option",
+    "printable",
+    "run_dir_argument",
+    "say",
+]
+
+LOGS_ERRORS: Final = "logs_errors"
+"""Set in the context's object by a command whose standard error is a log of events: the error that
+ends it becomes one of them."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"))

@@ -6,14 +6,16 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Final
 
-from spoold import fs
+from spoold import config, fs
 from spoold.daemon.loop import Daemon
+from spoold.errors import ConfigError, SpooldError
 from spoold.spool import setup
+from spoold.systemd import Service
 from spoold.watch import Hints
 
 if TYPE_CHECKING:
@@ -29,41 +31,63 @@ LOCK_PAUSE_SECONDS: Final = 0.05
 GC_THRESHOLD: Final = 50_000
 
 
-def run(settings: Settings, *, once: bool = False) -> None:
+class _Signals:
+    """The signals that came. What stops stays; a wish to read the settings again is taken once."""
+
+    def __init__(self) -> None:
+        self.stopping: list[int] = []
+        self.reload = False
+
+
+def run(
+    settings: Settings,
+    *,
+    once: bool = False,
+    service: Service | None = None,
+    read_again: Callable[[], Settings] | None = None,
+) -> None:
     """Run the daemon until SIGTERM or SIGINT; with `once` publish what there is and return.
 
-    Raises the SpooldError that ended it: its `exit_code` is the process's. After a signal it
-    returns, and nothing is half done.
+    `service`: who is told how it goes. `read_again`: what SIGHUP calls for the new settings;
+    without it SIGHUP stops, too. Raises the SpooldError that ended it: its `exit_code` is the
+    process's. After a signal it returns, and nothing is half done.
     """
     # What is loaded by now stays; each row makes and drops a tree of objects without a cycle.
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
+    service = service or Service()
     hints = Hints()
-    with _signals(hints) as stopping:
-        run_dir = setup.make_run(settings.run_dir)
-        lock = _lock(run_dir, hints, stopping)
-        if lock is None:
-            return
-        try:
-            daemon = Daemon(settings, clock=time.monotonic, wall=time.time)
-            daemon.start(lock, run_dir)
+    try:
+        with _signals(hints, reloads=read_again is not None) as signals:
+            service.status(f"reading {settings.run_dir}")
+            run_dir = setup.make_run(settings.run_dir)
+            lock = _lock(run_dir, hints, signals)
+            if lock is None:
+                return
             try:
-                if once:
-                    daemon.once()
-                else:
-                    _serve(daemon, hints, stopping)
+                daemon = Daemon(settings, clock=time.monotonic, wall=time.time)
+                daemon.start(lock, run_dir)
+                try:
+                    if once:
+                        daemon.once()
+                    else:
+                        _serve(daemon, hints, signals, service, read_again)
+                finally:
+                    service.stopping()
+                    daemon.stop()
             finally:
-                daemon.stop()
-        finally:
-            lock.release()
-            hints.close()
+                lock.release()
+                hints.close()
+    except SpooldError as error:
+        service.status(str(error))
+        raise
 
 
-def _lock(run_dir: RunDir, hints: Hints, stopping: list[int]) -> fs.Lock | None:
+def _lock(run_dir: RunDir, hints: Hints, signals: _Signals) -> fs.Lock | None:
     """Take the lock. Whoever probes it holds it for a moment, so a busy one is tried again."""
     give_up = time.monotonic() + LOCK_SECONDS
     while (lock := setup.lock_run(run_dir)) is None:
-        if stopping:
+        if signals.stopping:
             return None
         if time.monotonic() >= give_up:
             raise setup.locked_by(run_dir)
@@ -71,16 +95,48 @@ def _lock(run_dir: RunDir, hints: Hints, stopping: list[int]) -> fs.Lock | None:
     return lock
 
 
-def _serve(daemon: Daemon, hints: Hints, stopping: list[int]) -> None:
+def _serve(
+    daemon: Daemon,
+    hints: Hints,
+    signals: _Signals,
+    service: Service,
+    read_again: Callable[[], Settings] | None,
+) -> None:
     run_dir = daemon.run
     hints.watch(run_dir.pending, tag="spool", created=False, deleted=True)
     for folder in (run_dir.inflight, run_dir.acked, run_dir.rejected):
         hints.watch(folder, tag="spool", recursive=True, created=True, deleted=True)
     _watch_source(daemon, hints)
-    while not stopping:
-        heard = hints.wait(daemon.step())
+    service.ready()
+    while not signals.stopping:
+        pause = daemon.step()
+        service.progress()
+        service.status(daemon.report.sentence)
+        heard = hints.wait(service.shorten(pause))
         daemon.hint(source="source" in heard, spool="spool" in heard)
-    log.info("stopping", extra={"fields": {"signal": signal.Signals(stopping[0]).name}})
+        if signals.reload and read_again is not None:
+            signals.reload = False
+            _reload(daemon, service, read_again)
+    fields = {"signal": signal.Signals(signals.stopping[0]).name}
+    log.info("stopping", extra={"fields": fields})
+
+
+def _reload(daemon: Daemon, service: Service, read_again: Callable[[], Settings]) -> None:
+    """Go on with settings that were read again; with those of before where they are no good."""
+    service.reloading()
+    try:
+        outcome = config.reloaded(daemon.settings, read_again())
+    except ConfigError as error:
+        fields = {"error": error.message, "remedy": error.hint}
+        log.warning("settings not reloaded", extra={"fields": fields})
+    else:
+        daemon.reload(outcome.settings)
+        fields = {"changed": " ".join(outcome.changed) or "nothing"}
+        log.info("settings reloaded", extra={"fields": fields})
+        if outcome.needs_restart:
+            fields = {"settings": " ".join(outcome.needs_restart)}
+            log.warning("settings need a restart", extra={"fields": fields})
+    service.ready()
 
 
 def _watch_source(daemon: Daemon, hints: Hints) -> None:
@@ -90,17 +146,24 @@ def _watch_source(daemon: Daemon, hints: Hints) -> None:
 
 
 @contextmanager
-def _signals(hints: Hints) -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT; each wakes whoever waits for hints."""
-    got: list[int] = []
+def _signals(hints: Hints, *, reloads: bool) -> Iterator[_Signals]:
+    """Collect SIGTERM, SIGINT and SIGHUP; each wakes whoever waits for hints.
+
+    A SIGHUP that is ignored at start stays so: `nohup` asked for that.
+    """
+    got = _Signals()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
-        got.append(number)
+        if number == signal.SIGHUP and reloads:
+            got.reload = True
+        else:
+            got.stopping.append(number)
         hints.wake("signal")
 
-    before = {
-        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield got
     finally:

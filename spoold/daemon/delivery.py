@@ -113,10 +113,24 @@ class Delivery:
         """How many batches are being written and are not counted as pending yet: 0 or 1."""
         return int(self._writing is not None)
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """How many bytes these have."""
+        return self._writing[2].size_bytes if self._writing is not None else 0
+
     def missing_rows(self, source: Source) -> BitMap64:
         """Return the finished environments that have no usable row, and no note of it yet."""
         inventory = self.inventory
         return source.missing - inventory.skip - BitMap64(inventory.missing_row_notes)
+
+    def reload(self, settings: Settings) -> None:
+        """Go on with other settings; what is ready stays ready."""
+        self.settings = settings
+        self.plan.batch_size = settings.batch_size
+        self.plan.linger_seconds = settings.linger_seconds
+        if isinstance(self.plan, GroupPlan):
+            self.plan.timeout_seconds = settings.group_timeout_seconds
+            self.plan.partial = settings.partial_groups
 
     def forget(self) -> None:
         """Forget what was read and not published: the source is not the same any more."""

@@ -69,6 +69,12 @@ class Looking:
             known_job=tied["job"] if tied is not None else None,
         )
 
+    def reload(self, settings: Settings, now: float) -> None:
+        """Go on with other settings: pauses that have become shorter are cut short."""
+        self.settings = settings
+        self._look_at = min(self._look_at, now + settings.scan_seconds)
+        self._reconcile_at = min(self._reconcile_at, now + settings.rescan_seconds)
+
     @property
     def running(self) -> int:
         """How many environments have step rows and are not complete."""

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 from collections.abc import Callable, Iterable
 from typing import Final
 
 from pyroaring import BitMap64
 
-from spoold import __version__, fs
+from spoold import fs
 from spoold.config import Settings
 from spoold.daemon.conditions import Conditions
 from spoold.daemon.delivery import BAD_ROWS, Delivery
 from spoold.daemon.looking import Looking
+from spoold.daemon.report import Report
 from spoold.daemon.requeue import Requeue
 from spoold.daemon.retention import Retention
-from spoold.daemon.waiting import Waiting, note_waiting, unknown_groups, waiting_groups
+from spoold.daemon.waiting import unknown_groups
 from spoold.errors import (
     SourceReplaced,
     SourceUnavailable,
@@ -33,7 +33,7 @@ from spoold.errors import (
 from spoold.layout import RunDir
 from spoold.model import Look, Note, OnReplaced
 from spoold.policy import Backoff, GroupPlan, Overdue, Plan, pressure
-from spoold.spool import setup, statusfile
+from spoold.spool import setup
 from spoold.spool.inventory import MISSING_ROW, Inventory
 from spoold.spool.notes import newest_note
 from spoold.spool.publish import Numbers
@@ -45,7 +45,6 @@ __all__ = ["Daemon"]
 log = logging.getLogger("spoold.daemon")
 
 UNSETTLED_SECONDS: Final = 0.06
-STATUS_SECONDS: Final = 1.0
 HOLD_CODES: Final = ("unreadable", "bad-rows", "backpressure", "disk-space", "write-failed")
 
 
@@ -62,12 +61,8 @@ class Daemon:
         self._refresh_at = 0.0
         self._write_backoff = Backoff(first=0.25, longest=10.0)
         self._overdue = Overdue(seconds=settings.missing_row_seconds)
-        self._started = wall()
-        self._status_at = 0.0
-        self._told: tuple[object, ...] = ()
-        self._status_is_old = False
         self._told_late = BitMap64()
-        self._host = os.uname().nodename
+        self.report = Report(self.conditions, wall)
 
     # --- from start to stop ----------------------------------------------------------------------
 
@@ -89,11 +84,7 @@ class Daemon:
         self.inventory.load()
         self._refresh_at = self.clock() + settings.scan_seconds
         newest = newest_note(run, self.inventory.shelves.notes())
-        self._requeue = Requeue(
-            run,
-            requeue_seconds=settings.requeue_seconds,
-            max_attempts=settings.max_attempts,
-        )
+        self._requeue = Requeue(run, settings)
         self._retention = Retention(run, keep_steps=settings.keep_steps)
         self.numbers = Numbers(run)
         self.numbers.load(self.inventory.highest_seq)
@@ -128,7 +119,7 @@ class Daemon:
             self.delivery.finish(self.looking.source.job, self.clock())
             if self.lock.still_held():
                 self.numbers.give_back()
-                self._write_status("stopped", self.clock())
+                self.report.write("stopped", self.looking, self.delivery, self.clock())
         except (SpoolWriteError, SpoolLocked) as error:
             log.warning("stopping", extra={"fields": {"failed": str(error)}})
         finally:
@@ -148,6 +139,16 @@ class Daemon:
             timeout_seconds=settings.group_timeout_seconds,
             partial=settings.partial_groups,
         )
+
+    def reload(self, settings: Settings) -> None:
+        """Go on with settings that `config.reloaded` gave, from the next step."""
+        self.settings = settings
+        self.looking.reload(settings, self.clock())
+        self.delivery.reload(settings)
+        self._requeue.reload(settings)
+        self._retention.keep_steps = settings.keep_steps
+        self._overdue.seconds = settings.missing_row_seconds
+        self._refresh_at = 0.0
 
     @property
     def plan(self) -> Plan | GroupPlan:
@@ -175,7 +176,7 @@ class Daemon:
         except SpoolWriteError as error:
             self._write_failed(error, now)
         state = "held" if self._is_held() else "delivering" if len(self.plan) else "waiting"
-        self._tell(state, now)
+        self.report.tell(state, self.looking, self.delivery, now)
         return self._pause(self.clock())
 
     def _step(self, now: float) -> None:
@@ -202,8 +203,8 @@ class Daemon:
 
     def _pause(self, now: float) -> float:
         dues = [self._refresh_at]
-        if self._status_is_old:
-            dues.append(self._status_at)
+        if (due := self.report.due_at()) is not None:
+            dues.append(due)
         if self._is_unsettled():
             dues.append(now + UNSETTLED_SECONDS)
         if now < self._write_backoff.until:
@@ -258,7 +259,7 @@ class Daemon:
         over = pressure(
             batches=inventory.pending_batches + self.delivery.in_flight,
             max_batches=settings.max_pending_batches,
-            size_bytes=inventory.pending_bytes,
+            size_bytes=inventory.pending_bytes + self.delivery.in_flight_bytes,
             max_bytes=settings.max_pending_bytes,
             free_bytes=fs.free_bytes(self.run.root) if settings.min_free_bytes else 0,
             min_free_bytes=settings.min_free_bytes,
@@ -436,75 +437,3 @@ class Daemon:
             "delivered": self.inventory.delivered,
         }
         log.info("done", extra={"fields": fields})
-
-    # --- status ----------------------------------------------------------------------------------
-
-    def _tell(self, state: str, now: float) -> None:
-        """Write status.json when something in it changed, at most once a second."""
-        counts, inventory = self.delivery.counts, self.inventory
-        facts = (
-            state,
-            counts.batches,
-            counts.latest_note,
-            inventory.pending_batches,
-            inventory.delivered,
-            inventory.note_count,
-            len(self.plan),
-            self.looking.running,
-            self.plan.changes,
-            len(self.looking.source.missing),
-            len(self.delivery.unrewarded),
-            self.conditions.changes,
-        )
-        self._status_is_old = self._status_is_old or facts != self._told
-        self._told = facts
-        if self._status_is_old and now >= self._status_at:
-            self._write_status(state, now)
-
-    def _write_status(self, state: str, now: float) -> None:
-        self._status_is_old = False
-        self._status_at = now + STATUS_SECONDS
-        report = self._report(state, now)
-        try:
-            statusfile.write(self.run, statusfile.stamped(report, self.wall()))
-        except (SpoolWriteError, OSError) as error:
-            log.debug("status not written", extra={"fields": {"error": str(error)}})
-
-    def _report(self, state: str, now: float) -> statusfile.Status:
-        source = self.looking.source
-        self.delivery.unrewarded.difference_update(self.inventory.skip)
-        waiting = Waiting(
-            is_open=self.looking.is_open,
-            running=self.looking.running,
-            ready=len(self.plan),
-            missing_rows=len(self.delivery.missing_rows(self.looking.source)),
-            unrewarded=len(self.delivery.unrewarded),
-            groups=sum(1 for _ in self.plan.waiting()),
-            first_group=next(self.plan.waiting(), None),
-            group_size=self.settings.group_size,
-        )
-        note_waiting(self.conditions, waiting, now)
-        return statusfile.Status(
-            version=__version__,
-            pid=os.getpid(),
-            host=self._host,
-            started=self._started,
-            updated=0.0,
-            job=source.job or self.settings.job or "",
-            url=source.url,
-            ready_when=source.ready_when.value,
-            state=state,
-            reasons=self.conditions.reasons(),
-            source=statusfile.SourceState(
-                running=waiting.running,
-                ready=waiting.ready,
-                missing_rows=waiting.missing_rows,
-                without_reward=waiting.unrewarded,
-                groups=waiting_groups(self.plan, self.settings.group_size, now, self.wall()),
-            ),
-            published=self.delivery.counts.published(),
-            delivered=self.inventory.delivered,
-            rejected=statusfile.Rejected(
-                notes=self.inventory.note_count, latest=self.delivery.counts.latest_note
-            ),
-        )

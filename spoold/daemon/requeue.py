@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 
 from spoold import fs
+from spoold.config import Settings
 from spoold.layout import MAX_ATTEMPTS_FOLDER, BatchName, Place, RunDir, State
 from spoold.policy import Abandoned
 from spoold.spool.inventory import Inventory
@@ -24,10 +25,15 @@ log = logging.getLogger("spoold.daemon")
 class Requeue:
     """Tends the folders of consumers that hold batches."""
 
-    def __init__(self, run: RunDir, *, requeue_seconds: float, max_attempts: int) -> None:
+    def __init__(self, run: RunDir, settings: Settings) -> None:
         self.run = run
-        self.max_attempts = max_attempts
-        self.abandoned = Abandoned(seconds=requeue_seconds)
+        self.max_attempts = settings.max_attempts
+        self.abandoned = Abandoned(seconds=settings.requeue_seconds)
+
+    def reload(self, settings: Settings) -> None:
+        """Go on with other settings; who was seen free stays seen."""
+        self.max_attempts = settings.max_attempts
+        self.abandoned.seconds = settings.requeue_seconds
 
     def tend(self, inventory: Inventory, now: float) -> int:
         """Move what consumers hold that have been dead long enough. Returns how many moved."""

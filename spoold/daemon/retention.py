@@ -44,6 +44,8 @@ class Retention:
                 found = Found(place, name)
                 size = prune.remove(self.run, found)
                 if size is not None:
+                    gone = {"batch": name.id, "from": place.path}
+                    log.info("batch pruned", extra={"fields": gone})
                     inventory.pruned(found)
                     number += 1
                     size_bytes += size

@@ -233,6 +233,9 @@ class Inventory:
             if place is None:
                 if batch_id in self._held:
                     self._absent.add(batch_id)
+                elif batch_id in self.ledger.batches:
+                    # RACE: it may be on its way back to pending/; then the next pass says so.
+                    log.info("acked batch gone", extra={"fields": {"batch": batch_id}})
                 done.append(batch_id)
                 continue
             self._absent.discard(batch_id)
@@ -299,9 +302,10 @@ class Inventory:
             self._deliver(entry)
         if held is None or held.place != place:
             fields = {"batch": batch_id, "to": place.path}
-            if held is not None:
-                fields["from"] = held.place.path
-                log.info("batch moved", extra={"fields": fields})
+            if held is not None or (in_ledger and place.state is not State.ACKED):
+                # Of a batch whose ack is in the ledger no more is kept than that.
+                was = held.place if held is not None else Place(State.ACKED)
+                log.info("batch moved", extra={"fields": fields | {"from": was.path}})
             else:
                 log.debug("batch found", extra={"fields": fields})
         self._count_pending(held, place, size)
@@ -381,7 +385,7 @@ class Inventory:
             held = self._held.pop(batch_id)
             self._count_pending(held, Place(State.REJECTED), 0)
             if batch_id in self.ledger.batches:
-                log.info("acked batch removed", extra={"fields": {"batch": batch_id}})
+                log.info("acked batch gone", extra={"fields": {"batch": batch_id}})
             else:
                 recount = True
                 fields = {"batch": batch_id, "from": held.place.path}

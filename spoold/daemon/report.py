@@ -1,0 +1,125 @@
+"""What the daemon says of itself, for status and for its service manager."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Final
+
+from spoold import __version__
+from spoold.daemon.conditions import Conditions
+from spoold.daemon.delivery import Delivery
+from spoold.daemon.looking import Looking
+from spoold.daemon.waiting import Waiting, note_waiting, waiting_groups
+from spoold.errors import SpoolWriteError
+from spoold.spool import statusfile
+
+__all__ = ["Report"]
+
+log = logging.getLogger("spoold.daemon")
+
+STATUS_SECONDS: Final = 1.0
+
+
+class Report:
+    """Writes status.json when something in it changed, at most once a second.
+
+    `sentence` says the same in one line: the first reason of status, where there is one.
+    """
+
+    def __init__(self, conditions: Conditions, wall: Callable[[], float]) -> None:
+        self.sentence = "starting"
+        self._conditions = conditions
+        self._wall = wall
+        self._started = wall()
+        self._host = os.uname().nodename
+        self._told: tuple[object, ...] = ()
+        self._is_old = False
+        self._write_at = 0.0
+
+    def due_at(self) -> float | None:
+        """Return when the next report is due; None while nothing in it changed."""
+        return self._write_at if self._is_old else None
+
+    def tell(self, state: str, looking: Looking, delivery: Delivery, now: float) -> None:
+        """Write a report if one is due."""
+        counts, inventory, plan = delivery.counts, delivery.inventory, delivery.plan
+        facts = (
+            state,
+            counts.batches,
+            counts.latest_note,
+            inventory.pending_batches,
+            inventory.delivered,
+            inventory.note_count,
+            len(plan),
+            looking.running,
+            plan.changes,
+            len(looking.source.missing),
+            len(delivery.unrewarded),
+            self._conditions.changes,
+        )
+        self._is_old = self._is_old or facts != self._told
+        self._told = facts
+        if self._is_old and now >= self._write_at:
+            self.write(state, looking, delivery, now)
+
+    def write(self, state: str, looking: Looking, delivery: Delivery, now: float) -> None:
+        """Write a report. One that cannot be written is left out: the next one tells more."""
+        self._is_old = False
+        self._write_at = now + STATUS_SECONDS
+        status = self._status(state, looking, delivery, now)
+        self.sentence = _sentence(status)
+        try:
+            statusfile.write(delivery.run, statusfile.stamped(status, self._wall()))
+        except (SpoolWriteError, OSError) as error:
+            log.debug("status not written", extra={"fields": {"error": str(error)}})
+
+    def _status(
+        self, state: str, looking: Looking, delivery: Delivery, now: float
+    ) -> statusfile.Status:
+        source, inventory, plan = looking.source, delivery.inventory, delivery.plan
+        settings = delivery.settings
+        delivery.unrewarded.difference_update(inventory.skip)
+        waiting = Waiting(
+            is_open=looking.is_open,
+            running=looking.running,
+            ready=len(plan),
+            missing_rows=len(delivery.missing_rows(source)),
+            unrewarded=len(delivery.unrewarded),
+            groups=sum(1 for _ in plan.waiting()),
+            first_group=next(plan.waiting(), None),
+            group_size=settings.group_size,
+        )
+        note_waiting(self._conditions, waiting, now)
+        return statusfile.Status(
+            version=__version__,
+            pid=os.getpid(),
+            host=self._host,
+            started=self._started,
+            updated=0.0,
+            job=source.job or settings.job or "",
+            url=source.url,
+            ready_when=source.ready_when.value,
+            state=state,
+            reasons=self._conditions.reasons(),
+            source=statusfile.SourceState(
+                running=waiting.running,
+                ready=waiting.ready,
+                missing_rows=waiting.missing_rows,
+                without_reward=waiting.unrewarded,
+                groups=waiting_groups(plan, settings.group_size, now, self._wall()),
+            ),
+            published=delivery.counts.published(),
+            delivered=inventory.delivered,
+            rejected=statusfile.Rejected(
+                notes=inventory.note_count, latest=delivery.counts.latest_note
+            ),
+        )
+
+
+def _sentence(status: statusfile.Status) -> str:
+    if status.reasons:
+        first = status.reasons[0]
+        return f"{first.text}; {first.remedy}" if first.remedy else first.text
+    return f"{status.state}; {status.delivered} environments delivered"
