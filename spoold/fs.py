@@ -123,6 +123,13 @@ def make_dirs(path: str) -> bool:
                     raise NotADirectoryError(errno.ENOTDIR, "not a directory", folder) from None
                 if _is_made(folder):
                     continue  # RACE: another process was faster
+            except PermissionError as error:
+                parent = os.path.dirname(folder) or "."
+                raise SpoolWriteError(
+                    f"cannot make {folder}: permission denied",
+                    hint=f"give this user permission to write in {parent}",
+                    errno=error.errno,
+                ) from error
             os.chmod(folder, DIRECTORY_MODE)
             sync_dir(os.path.dirname(folder) or ".")
     return bool(missing)

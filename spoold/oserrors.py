@@ -16,9 +16,9 @@ PASSING: Final = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 )
 _HINTS: Final = {
-    errno.ENOSPC: "free some space; spoold goes on by itself",
-    errno.EDQUOT: "free some space or raise the quota; spoold goes on by itself",
-    errno.EROFS: "mount it read-write; spoold goes on by itself",
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space or raise the quota",
+    errno.EROFS: "mount it read-write",
     errno.EACCES: "give this user permission on it",
     errno.EPERM: "give this user permission on it",
     errno.EXDEV: "all of a run directory must lie on one mount; spoold never copies",

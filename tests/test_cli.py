@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,9 @@ import pytest
 
 from spoold import __version__, config
 from spoold.errors import SourceUnavailable
+from tests.support import batches
 from tests.support.commands import spoold, spoold_process
+from tests.support.rollouts import make_rollouts
 from tests.support.spools import make_run_dir, put_batch
 
 Capsys = pytest.CaptureFixture[str]
@@ -263,3 +267,48 @@ def test_when_standard_error_is_a_log_the_last_error_is_an_event_of_it(tmp_path:
     event = json.loads(ran.err)
     assert (event["level"], event["event"], event["exit"], ran.code) == ("error", "ended", 78, 78)
     assert spoold_process(*wrong).err.startswith("spoold: ")
+
+
+@pytest.mark.parametrize("command", ["run", "claim", "requeue"])
+def test_a_run_directory_of_a_newer_spoold_is_refused_and_left_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    run = batches.empty_run(tmp_path / "run")
+    name = batches.put_batch(run, 1, [1])
+    Path(run.source_json).write_text('{"format": 2, "job": "job-1", "url": "x"}')
+    make_rollouts(tmp_path / "rollout.db").close()
+    before = sorted(tmp_path.rglob("*"))
+    args = {
+        "run": ["run", "--db", tmp_path / "rollout.db", "--run-dir", run.root],
+        "claim": ["claim", run.root],
+        "requeue": ["requeue", run.root, name.id],
+    }
+    ran = spoold(capsys, *args[command])
+    assert (ran.code, ran.out) == (78, "")
+    assert "newer spoold: format 2" in ran.err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("what", ["no database", "a folder", "no such table", "two jobs"])
+def test_a_source_that_is_wrong_for_good_ends_run_before_anything_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    path = tmp_path / "rollout.db"
+    if what == "no database":
+        path.write_text("not a database, but long enough to be taken for one" * 100)
+    elif what == "a folder":
+        path.mkdir()
+    elif what == "no such table":
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            db.execute("CREATE TABLE other (id INTEGER)")
+    else:
+        rollouts = make_rollouts(path, journal="delete")
+        rollouts.register(1, job="job-1")
+        rollouts.register(1, job="job-2")
+        rollouts.close()
+    before = sorted(tmp_path.rglob("*"))
+    ran = spoold(capsys, "run", "--once", "--db", path, "--run-dir", tmp_path / "run")
+    assert ran.code == 78
+    assert len(ran.err.splitlines()) == 1
+    assert "rollout.db" in ran.err
+    assert sorted(tmp_path.rglob("*")) == before

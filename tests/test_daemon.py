@@ -216,6 +216,25 @@ class TestHeld:
             assert [name[:17] for name in tree(it.run)] == ["pending/000000001"]
             assert list(it.reasons) == ["source-empty"]
 
+    def test_a_disk_that_stays_full_is_said_once_and_tried_ever_more_rarely(
+        self,
+        tmp_path: Path,
+        rollouts: Rollouts,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        complete(rollouts, 3)
+        caplog.set_level("INFO")
+        with running(tmp_path, linger_seconds=0.1) as it:
+            monkeypatch.setattr(os, "write", _fail(errno.ENOSPC))
+            for _ in range(20):
+                it.go(1.0)
+            monkeypatch.undo()
+            it.go(20.0)
+            assert environments(it.run) == [1, 2, 3]
+        said = [r.message for r in caplog.records if "waiting" in r.message]
+        assert said == ["waiting", "waiting over"]
+
     def test_an_unknown_state_after_a_failed_sync_ends_the_daemon(
         self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -664,6 +683,30 @@ class TestConsumersThatDied:
         it.go(50.0)
         it.go(100.0)
         assert len(tree(it.run, "pending")) == 2
+        it.kill()
+
+    def test_a_folder_that_cannot_be_locked_stops_no_other(
+        self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        it = self.claimed(tmp_path, rollouts)
+        mv(it.run, tree(it.run, "pending")[0], "inflight/aaa")
+        held = fs.lock_is_held
+
+        def denied(path: str) -> bool | None:
+            if "/aaa/" in path:
+                raise fs.failed("open", path, OSError(errno.EACCES, "denied"))
+            return held(path)
+
+        monkeypatch.setattr(fs, "lock_is_held", denied)
+        it.go()
+        it.go(100.0)
+        assert len(tree(it.run, "pending")) == 1
+        assert "aaa" in it.reasons["requeue-failed"]
+        monkeypatch.setattr(fs, "lock_is_held", held)
+        it.go()
+        it.go(100.0)
+        assert len(tree(it.run, "pending")) == 2
+        assert "requeue-failed" not in it.reasons
         it.kill()
 
     def test_past_max_attempts_a_batch_is_rejected(

@@ -319,6 +319,28 @@ class TestDamage:
         assert inventory.unreadable
         assert set(inventory.skip) == {1}
 
+    def test_a_batch_in_a_folder_that_nobody_may_list_is_not_missing(
+        self, run: RunDir, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = put_batch(run, 1, [1])
+        inventory, clock = loaded(run), Clock()
+        mv(run, name, PENDING, STEP)
+        scan = fs.scan
+
+        def denied(path: str) -> fs.Listing:
+            if path.endswith(STEP.folder):
+                raise fs.failed("list", path, OSError(errno.EACCES, "denied"))
+            return scan(path)
+
+        monkeypatch.setattr(fs, "scan", denied)
+        for _ in range(20):
+            inventory.refresh(now=clock.later(1.0))
+        assert set(inventory.skip) == {1}
+        assert not inventory.undelivered
+        monkeypatch.setattr(fs, "scan", scan)
+        settle(inventory, clock)
+        assert entries(run) == [name.id]
+
     def test_a_torn_ledger_entry_is_written_anew_from_its_batch(self, run: RunDir) -> None:
         name = put_batch(run, 1, [1], ACKED)
         loaded(run)

@@ -18,7 +18,7 @@ from spoold import fs
 from spoold.cli.words import counted, debug_option, run_dir_argument, say
 from spoold.errors import EX_TRY_AGAIN, ConfigError, SpooldError, UnknownBatch
 from spoold.layout import CORRUPT, Place, RunDir, State
-from spoold.spool import moves
+from spoold.spool import moves, setup
 from spoold.spool.moves import Found
 from spoold.spool.overview import open_run_dir
 
@@ -32,6 +32,7 @@ step_type: Final = click.IntRange(min=0, max=10**18 - 1)
 def open_whole(path: str) -> RunDir:
     """Return the run directory at `path`. ConfigError where it lacks one of its folders."""
     run = open_run_dir(path)
+    setup.check_format(run)
     for state in State:
         if not os.path.isdir(run.of(Place(state))):
             raise ConfigError(

@@ -28,7 +28,7 @@ from spoold.layout import (
     State,
     batch_id_of,
 )
-from spoold.spool import moves
+from spoold.spool import moves, setup
 from spoold.watch import Hints
 
 __all__ = ["Consumer"]
@@ -457,7 +457,10 @@ class _Count:
 
 
 def _is_run_dir(run: RunDir) -> bool:
-    """Whether the run directory is there. Raises ConfigError where a file lies at its path."""
+    """Whether the run directory is there.
+
+    Raises ConfigError where a file lies at its path, or a newer spoold made it.
+    """
     for path in (run.root, run.pending):
         try:
             mode = os.stat(path).st_mode
@@ -472,4 +475,5 @@ def _is_run_dir(run: RunDir) -> bool:
                 f"{path} is no directory",
                 hint="give the run directory of a daemon: what `spoold run --run-dir` was given",
             )
+    setup.check_format(run)
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,14 +14,15 @@ from typing import TYPE_CHECKING, Final
 
 from spoold import config, fs
 from spoold.daemon.loop import Daemon
-from spoold.errors import ConfigError, SpooldError
+from spoold.errors import ConfigError, SourceUnavailable, SpooldError
+from spoold.layout import RunDir
+from spoold.sources import open_source
 from spoold.spool import setup
 from spoold.systemd import Service
 from spoold.watch import Hints
 
 if TYPE_CHECKING:
     from spoold.config import Settings
-    from spoold.layout import RunDir
 
 __all__ = ["Daemon", "run"]
 
@@ -60,6 +62,7 @@ def run(
     try:
         with _signals(hints, reloads=read_again is not None) as signals:
             service.status(f"reading {settings.run_dir}")
+            _check_source(settings)
             run_dir = setup.make_run(settings.run_dir)
             lock = _lock(run_dir, hints, signals)
             if lock is None:
@@ -81,6 +84,29 @@ def run(
     except SpooldError as error:
         service.status(str(error))
         raise
+
+
+def _check_source(settings: Settings) -> None:
+    """Raise what is wrong with the source for good, before anything is made on disk.
+
+    One that is not there yet is fine: it is waited for.
+    """
+    run_dir = RunDir(os.path.abspath(settings.run_dir))
+    tied = setup.read_source(run_dir)
+    source = open_source(
+        settings.db,
+        job=settings.job,
+        ready_when=settings.ready_when,
+        samples=settings.samples,
+        known_job=tied["job"] if tied is not None else None,
+    )
+    try:
+        source.open()
+        setup.check_job(run_dir, source.job)
+    except SourceUnavailable:
+        return
+    finally:
+        source.close()
 
 
 def _lock(run_dir: RunDir, hints: Hints, signals: _Signals) -> fs.Lock | None:

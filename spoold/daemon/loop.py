@@ -45,6 +45,7 @@ __all__ = ["Daemon"]
 log = logging.getLogger("spoold.daemon")
 
 UNSETTLED_SECONDS: Final = 0.06
+GO_ON: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 HOLD_CODES: Final = ("unreadable", "bad-rows", "backpressure", "disk-space", "write-failed")
 
 
@@ -60,6 +61,7 @@ class Daemon:
         self.conditions = Conditions(wall)
         self._refresh_at = 0.0
         self._write_backoff = Backoff(first=0.25, longest=10.0)
+        self._batches_at_failure = -1
         self._overdue = Overdue(seconds=settings.missing_row_seconds)
         self._told_late = BitMap64()
         self.report = Report(self.conditions, wall)
@@ -169,8 +171,7 @@ class Daemon:
         now = self.clock()
         try:
             self._step(now)
-            # A batch that the helper thread still writes has not succeeded yet.
-            if now >= self._write_backoff.until and not self.delivery.in_flight:
+            if now >= self._write_backoff.until and self._can_write():
                 self._write_backoff.succeeded()
                 self.conditions.end("write-failed", now=now)
         except SpoolWriteError as error:
@@ -194,11 +195,21 @@ class Daemon:
         self._deliver(now)
         self.looking.went_well(now)
 
+    def _can_write(self) -> bool:
+        """Whether what failed has worked since, or there is nothing left to write."""
+        if self.delivery.in_flight:
+            return False
+        return not len(self.plan) or self.delivery.counts.batches > self._batches_at_failure
+
     def _write_failed(self, error: SpoolWriteError, now: float) -> None:
         if error.state_unknown:
             raise error
+        self._batches_at_failure = self.delivery.counts.batches
         pause = self._write_backoff.failed(now)
-        self.conditions.begin("write-failed", error.message, error.hint, now=now)
+        remedy = error.hint
+        if error.errno in GO_ON:
+            remedy = f"{remedy}; spoold goes on by itself"
+        self.conditions.begin("write-failed", error.message, remedy, now=now)
         log.debug("write failed", extra={"fields": {"error": str(error), "pause": pause}})
 
     def _pause(self, now: float) -> float:
@@ -237,6 +248,12 @@ class Daemon:
         self.inventory.refresh(now=now)
         if self._requeue.tend(self.inventory, now):
             self.inventory.refresh(now=now)
+        failed = self._requeue.failed
+        if failed is not None:
+            text = f"what a dead consumer holds cannot be requeued: {failed.message}"
+            self.conditions.begin("requeue-failed", text, failed.hint, now=now)
+        else:
+            self.conditions.end("requeue-failed", now=now)
         # Of a daemon that was killed between its publish and the removal of the note.
         notes = self.inventory.missing_row_notes
         self.delivery.drop_missing_row_notes([one for one in notes if one in self.inventory.skip])
@@ -396,6 +413,10 @@ class Daemon:
         self._refresh(now)
         try:
             self._publish_all(now)
+        except SourceUnavailable as error:
+            raise SourceUnavailable(
+                error.message, hint="run it again when it is there; is the path right?"
+            ) from error
         except SpoolWriteError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT) and not error.state_unknown:
                 raise SpoolHeld(error.message, hint=error.hint) from error

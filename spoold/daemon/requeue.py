@@ -12,7 +12,8 @@ import logging
 
 from spoold import fs
 from spoold.config import Settings
-from spoold.layout import MAX_ATTEMPTS_FOLDER, BatchName, Place, RunDir, State
+from spoold.errors import SpoolWriteError
+from spoold.layout import MAX_ATTEMPTS_FOLDER, BatchName, Place, RunDir, State, is_name
 from spoold.policy import Abandoned
 from spoold.spool.inventory import Inventory
 from spoold.spool.moves import Found, reject, requeue
@@ -29,6 +30,7 @@ class Requeue:
         self.run = run
         self.max_attempts = settings.max_attempts
         self.abandoned = Abandoned(seconds=settings.requeue_seconds)
+        self.failed: SpoolWriteError | None = None
 
     def reload(self, settings: Settings) -> None:
         """Go on with other settings; who was seen free stays seen."""
@@ -36,27 +38,38 @@ class Requeue:
         self.abandoned.seconds = settings.requeue_seconds
 
     def tend(self, inventory: Inventory, now: float) -> int:
-        """Move what consumers hold that have been dead long enough. Returns how many moved."""
+        """Move what consumers hold that have been dead long enough. Returns how many moved.
+
+        A folder that cannot be tended stops nobody else: `failed` says why, until it can.
+        """
+        self.failed = None
         held = {
             place.folder: names
             for place, shelf in inventory.shelves.by_place.items()
-            if place.state is State.INFLIGHT and place.folder
+            if place.state is State.INFLIGHT and is_name(place.folder)
             if (names := [name for name in map(BatchName.parse, shelf.names) if name])
         }
-        free = [name for name in held if not fs.lock_is_held(self.run.consumer_lock(name))]
+        free = [name for name in held if self._is_free(name)]
         return sum(self._move(name, held[name]) for name in self.abandoned.seen(free, now))
+
+    def _is_free(self, consumer: str) -> bool:
+        try:
+            return not fs.lock_is_held(self.run.consumer_lock(consumer))
+        except SpoolWriteError as error:
+            self.failed = error
+            return False
 
     def _move(self, consumer: str, names: list[BatchName]) -> int:
         lock = fs.Lock(self.run.consumer_lock(consumer))
-        try:
-            if not lock.acquire():
-                return 0
-        except FileNotFoundError:
-            return 0  # RACE: the folder was removed
         moved = 0
         try:
-            for name in sorted(names, key=lambda name: name.seq):
-                moved += self._move_one(Found(Place(State.INFLIGHT, consumer), name))
+            if lock.acquire():
+                for name in sorted(names, key=lambda name: name.seq):
+                    moved += self._move_one(Found(Place(State.INFLIGHT, consumer), name))
+        except FileNotFoundError:
+            pass  # RACE: the folder was removed
+        except SpoolWriteError as error:
+            self.failed = error
         finally:
             lock.release()
         return moved

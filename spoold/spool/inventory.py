@@ -379,6 +379,8 @@ class Inventory:
     # --- what is gone ----------------------------------------------------------------------------
 
     def _find_missing(self, this: Pass, now: float) -> None:
+        if self.unreadable:
+            return  # what is not found may lie where nobody could look
         recount = False
         for batch_id in self._absence.passed(self._absent, at=now, still=this.still):
             self._absent.discard(batch_id)

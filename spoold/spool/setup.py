@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+from collections.abc import Iterable
 from typing import Final
 
 from spoold import fs
@@ -33,6 +35,7 @@ def make_run(root: str) -> RunDir:
             f"files are gone are delivered again; `spoold check {run.root}` says more",
         )
     folders = [f"{run.root}/{state.value}" for state in State]
+    _check_mounts(run, (*folders, run.house, run.tmp, run.ledger))
     try:
         for folder in (run.root, *folders, run.house, run.tmp, run.ledger):
             fs.make_dirs(folder)
@@ -42,20 +45,31 @@ def make_run(root: str) -> RunDir:
         raise ConfigError(
             error.message, hint=error.hint or "choose another run directory or move what is there"
         ) from error
-    device = os.stat(run.root).st_dev
-    for folder in (*folders, run.house, run.tmp, run.ledger):
-        if os.stat(folder).st_dev != device:
+    return run
+
+
+def _check_mounts(run: RunDir, folders: Iterable[str]) -> None:
+    """Refuse a run directory whose parts are on several file systems, before anything is made."""
+    for folder in folders:
+        if os.path.isdir(folder) and os.stat(folder).st_dev != os.stat(run.root).st_dev:
             raise ConfigError(
                 f"{folder} is on another file system than {run.root}",
                 hint="all of a run directory must lie on one mount; spoold never copies",
             )
-    return run
 
 
 def lock_run(run: RunDir) -> fs.Lock | None:
-    """Take the daemon's lock. None while another process holds it."""
+    """Take the daemon's lock. None while another process holds it.
+
+    Raises ConfigError where this user may not write.
+    """
     lock = fs.Lock(run.lock)
-    return lock if lock.acquire() else None
+    try:
+        return lock if lock.acquire() else None
+    except SpoolWriteError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise ConfigError(error.message, hint=error.hint) from error
+        raise
 
 
 def locked_by(run: RunDir) -> SpoolLocked:
@@ -101,16 +115,39 @@ def tie(run: RunDir, *, job: str, url: str) -> None:
     """
     known = read_source(run)
     if known is not None:
-        if known["job"] != job:
-            raise ConfigError(
-                f"{run.root} belongs to job {known['job']!r}, not to {job!r}",
-                hint="use one run directory a job: give --run-dir another one, or --job that job",
-            )
+        check_job(run, job)
         if known["url"] == url:
             return
         log.warning("source url changed", extra={"fields": {"was": known["url"], "now": url}})
     data = json.dumps({"format": FORMAT, "job": job, "url": url}).encode()
     fs.put(run.source_json, data + b"\n", tmp_dir=run.tmp)
+
+
+def check_job(run: RunDir, job: str) -> None:
+    """Raise ConfigError where a run directory belongs to another job. Changes nothing."""
+    known = read_source(run)
+    if known is not None and known["job"] != job:
+        raise ConfigError(
+            f"{run.root} belongs to job {known['job']!r}, not to {job!r}",
+            hint="use one run directory a job: give --run-dir another one, or --job that job",
+        )
+
+
+def check_format(run: RunDir) -> None:
+    """Raise ConfigError for a run directory that a newer spoold wrote. All else is not asked."""
+    try:
+        fmt = json.loads(fs.read(run.source_json))["format"]
+    except (OSError, SpoolWriteError, ValueError, KeyError, TypeError):
+        return
+    if isinstance(fmt, int) and fmt > FORMAT:
+        raise _newer(run, fmt)
+
+
+def _newer(run: RunDir, fmt: object) -> ConfigError:
+    return ConfigError(
+        f"{run.root} was written by a newer spoold: format {fmt}, this one knows {FORMAT}",
+        hint="upgrade spoold, or use another run directory",
+    )
 
 
 def read_source(run: RunDir) -> dict[str, str] | None:
@@ -123,14 +160,13 @@ def read_source(run: RunDir) -> dict[str, str] | None:
         fmt, job, url = facts["format"], facts["job"], facts["url"]
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (SpoolWriteError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, SpoolWriteError) and error.errno in fs.PASSING:
+            raise
         raise ConfigError(
             f"{run.source_json} cannot be understood",
             hint='it holds {"format": 1, "job": …, "url": …}; write it anew, or restore it',
         ) from error
     if type(fmt) is not int or fmt > FORMAT:
-        raise ConfigError(
-            f"{run.root} was written by a newer spoold: format {fmt}, this one knows {FORMAT}",
-            hint="upgrade spoold, or use another run directory",
-        )
+        raise _newer(run, fmt)
     return {"job": str(job), "url": str(url)}
