@@ -97,3 +97,19 @@ def test_json_wins_over_the_journal(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup("info", "json", journal=True)
     LOGGER.info("x")
     assert json.loads(capsys.readouterr().err)["event"] == "x"
+
+
+def test_a_condition_is_logged_when_it_begins_at_growing_intervals_and_when_it_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from spoold.daemon.conditions import Conditions
+
+    conditions = Conditions(wall=lambda: 0.0)
+    with caplog.at_level(logging.INFO, "spoold"):
+        for now in range(1000):
+            conditions.begin("disk-space", f"{now} bytes are free", now=float(now))
+        conditions.end("disk-space", now=1000.0)
+        conditions.end("disk-space", now=1001.0)
+    said = [(r.levelname, r.message, r.fields["for"]) for r in caplog.records]  # type: ignore[attr-defined]
+    begun = [("WARNING", "waiting", seconds) for seconds in (0, 60, 120, 240, 480, 960)]
+    assert said == [*begun, ("INFO", "waiting over", 1000)]

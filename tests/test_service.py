@@ -17,7 +17,7 @@ from spoold import daemon, fs
 from spoold.config import Settings, load
 from spoold.daemon.loop import Daemon
 from spoold.demo.children import Child
-from spoold.errors import SpoolLocked
+from spoold.errors import ConfigError, SpoolLocked
 from spoold.layout import State
 from spoold.spool import setup
 from spoold.systemd import Service
@@ -273,3 +273,19 @@ def test_under_the_journal_the_error_that_ends_it_has_a_priority(tmp_path: Path)
     (line,) = (tmp_path / "journal").read_text().splitlines()
     assert line.startswith('<3>ended error="')
     assert line.endswith(" exit=78")
+
+
+def test_a_run_directory_of_a_higher_format_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    """So that going back to an older version is safe to try."""
+    from tests.support.batches import put_batch, tree
+
+    run = setup.make_run(f"{tmp_path}/run")
+    name = put_batch(run, 41, [1, 2])
+    newer = b'{"format": 2, "job": "job-1", "url": "x", "more": true}\n'
+    Path(run.source_json).write_bytes(newer)
+    settings = load(None, {"db": f"{tmp_path}/none.db", "run_dir": run.root}, {})
+    with pytest.raises(ConfigError, match="written by a newer spoold: format 2") as caught:
+        daemon.run(settings)
+    assert caught.value.exit_code == 78
+    assert tree(run) == [f"pending/{name.file_name}"]
+    assert Path(run.source_json).read_bytes() == newer
