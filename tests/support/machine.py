@@ -139,6 +139,7 @@ class Machine:
 
     def __exit__(self, *_: object) -> None:
         self._end()
+        shutil.rmtree(self.root, ignore_errors=True)  # pytest keeps folders; this one is large
 
     def _is_up(self) -> bool:
         assert self._nspawn.poll() is None, self._console.read_text(errors="replace")[-3000:]
