@@ -41,7 +41,7 @@ def disk(request: pytest.FixtureRequest) -> Iterator[disks.Disk]:
 
 
 @pytest.mark.parametrize("act", acts.ACTS, ids=lambda act: act.name)
-def test_a_power_cut_at_any_call_loses_and_doubles_nothing_that_was_said_to_be_durable(
+def test_13_a_power_cut_at_any_call_loses_and_doubles_nothing_that_was_said_to_be_durable(
     act: acts.Act,
     disk: disks.Disk,
     zygote: Zygote,
