@@ -23,7 +23,7 @@ from spoold import fs
 
 CHANGING: Final = frozenset(
     {"create", "write", "pwrite", "ftruncate", "fsync", "rename", "renameat2", "link", "unlink"}
-    | {"mkdir", "chmod", "fchmod"}
+    | {"mkdir", "rmdir", "chmod", "fchmod"}
 )
 
 
@@ -91,7 +91,7 @@ def _watch_paths(ask: _Ask) -> _Undo:
         return wrapped
 
     yield _replace(os, "open", opening)
-    for name in ("unlink", "mkdir", "chmod"):
+    for name in ("unlink", "mkdir", "rmdir", "chmod"):
 
         def by_path(real: Any, name: str = name) -> Any:
             def wrapped(path: Any, *args: Any, **kwargs: Any) -> Any:
