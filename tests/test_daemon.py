@@ -293,7 +293,7 @@ class TestHeld:
         assert tree(it.run) == []
         it.kill()
 
-    def test_a_daemon_that_lost_its_lock_stops_within_a_scan_and_touches_nothing(
+    def test_24_a_daemon_that_lost_its_lock_stops_within_a_scan_and_touches_nothing(
         self, tmp_path: Path, rollouts: Rollouts
     ) -> None:
         complete(rollouts, 1)

@@ -54,7 +54,7 @@ class TestRename:
 
 
 @pytest.mark.usefixtures("umask_077")
-def test_modes_are_set_whatever_the_umask(tmp_path: Path) -> None:
+def test_28_modes_are_set_whatever_the_umask(tmp_path: Path) -> None:
     fs.make_dirs(f"{tmp_path}/run/pending")
     fs.write_new(f"{tmp_path}/run/pending/x", b"x")
     lock = fs.Lock(f"{tmp_path}/run/lock")
@@ -158,7 +158,7 @@ class TestProbe:
         fs.probe_renames([f"{tmp_path}/a", f"{tmp_path}/b"], f"{tmp_path}/tmp")
         assert [os.listdir(tmp_path / name) for name in ("tmp", "a", "b")] == [[], [], []]
 
-    def test_names_a_folder_with_the_sticky_bit(self, tmp_path: Path) -> None:
+    def test_29_a_folder_with_the_sticky_bit_is_named(self, tmp_path: Path) -> None:
         for name in ("tmp", "a"):
             (tmp_path / name).mkdir()
         (tmp_path / "a").chmod(0o1777)

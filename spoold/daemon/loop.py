@@ -65,6 +65,7 @@ class Daemon:
         self._overdue = Overdue(seconds=settings.missing_row_seconds)
         self._told_late = BitMap64()
         self.report = Report(self.conditions, wall)
+        self._is_unknown = False
 
     # --- from start to stop ----------------------------------------------------------------------
 
@@ -114,12 +115,13 @@ class Daemon:
     def stop(self) -> None:
         """Give back what is reserved and say so. Nothing is half done between two steps.
 
-        Where the lock is lost, nothing is touched: it may be another daemon's by now.
+        Where the lock is lost, nothing is touched: it may be another daemon's by now. Nor where a
+        sync failed: another one on the same directory would prove nothing.
         """
         self.looking.close()
         try:
             self.delivery.finish(self.looking.source.job, self.clock())
-            if self.lock.still_held():
+            if self.lock.still_held() and not self._is_unknown:
                 self.numbers.give_back()
                 self.report.write("stopped", self.looking, self.delivery, self.clock())
         except (SpoolWriteError, SpoolLocked) as error:
@@ -203,6 +205,7 @@ class Daemon:
 
     def _write_failed(self, error: SpoolWriteError, now: float) -> None:
         if error.state_unknown:
+            self._is_unknown = True
             raise error
         self._batches_at_failure = self.delivery.counts.batches
         pause = self._write_backoff.failed(now)
@@ -418,11 +421,13 @@ class Daemon:
                 error.message, hint="run it again when it is there; is the path right?"
             ) from error
         except SpoolWriteError as error:
+            self._is_unknown = error.state_unknown
             if error.errno in (errno.ENOSPC, errno.EDQUOT) and not error.state_unknown:
                 raise SpoolHeld(error.message, hint=error.hint) from error
             raise
         finally:
-            self._refresh(self.clock())
+            if not self._is_unknown:
+                self._refresh(self.clock())
         self._say_what_waits()
 
     def _publish_all(self, now: float) -> None:

@@ -393,6 +393,9 @@ class Inventory:
                 fields = {"batch": batch_id, "from": held.place.path}
                 log.warning("batch missing, its environments come anew", extra={"fields": fields})
         if recount:
+            # Nobody synced what a person removed. Delivered anew before that is durable, its
+            # environments would be there twice after a power cut.
+            self.shelves.sync()
             self._recount()
 
     def _recount(self) -> None:
@@ -420,6 +423,7 @@ class Inventory:
         }
         if recount and removed:
             log.info("notes removed", extra={"fields": {"notes": len(removed)}})
+            fs.sync_dir(self.run.rejected)
             self._recount()
             return
         self.set_aside = BitMap64([n.environment for n in notes if n.reason != MISSING_ROW])

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from spoold import Consumer
 from spoold.layout import Place, RunDir, State
-from spoold.spool import moves
+from spoold.spool import moves, prune
 from spoold.spool.inventory import Inventory
 from tests.support.daemons import Running, start
 from tests.support.rollouts import make_rollouts, open_rollouts
@@ -33,6 +33,7 @@ class Act:
     name: str
     prepare: Callable[[Path], None]
     do: Callable[[Path], None]
+    removes: bool = False  # acked batches, for good
 
 
 def said_file(folder: Path) -> Path:
@@ -295,6 +296,25 @@ def _retire_the_rest(folder: Path) -> None:
     once(folder)
 
 
+def _prune(folder: Path) -> None:
+    run = run_of(folder)
+    ready, _ = prune.prunable(run, 3)
+    assert len(ready) == 2
+    for found in ready:
+        assert prune.remove(run, found) is not None
+    prune.remove_empty_steps(run, 3)
+
+
+def _keep_one_step(folder: Path) -> None:
+    """The daemon prunes by itself."""
+    it = daemon(folder, keep_steps=1)
+    try:
+        it.go()
+        it.daemon.stop()
+    finally:
+        it.kill()
+
+
 def _half_retired(folder: Path) -> None:
     _replaced(folder)
     into = folder / "run/retired/20261129T000000Z-job-1"
@@ -320,6 +340,8 @@ ACTS = (
     Act("ledger write", _acked_with_steps, once),
     Act("ledger withdraw", _moved_back_by_hand, once),
     Act("ledger merge", _removed_after_ack, _merge),
+    Act("prune", _acked_and_settled, _prune, removes=True),
+    Act("keep steps", _acked_and_settled, _keep_one_step, removes=True),
     Act("set aside", _copies_and_damage, once),
     Act("retire", _replaced, once),
     Act("end of retire", _half_retired, _retire_the_rest),

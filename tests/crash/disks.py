@@ -8,6 +8,7 @@ import os
 import shutil
 import struct
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +58,12 @@ class Disk:
         _run("mount", "-t", self.kind, "-o", "loop", self._image, self.at)
 
     def umount(self) -> None:
-        _run("umount", self.at)
+        give_up = time.monotonic() + 30
+        while (code := subprocess.run(["umount", self.at], capture_output=True).returncode) == 32:
+            # Busy: the kernel has not let go of all that a killed process held.
+            assert time.monotonic() < give_up, f"{self.at} is busy"
+            time.sleep(0.005)
+        assert code == 0, f"umount {self.at}: exit code {code}"
 
     def power_up_again(self) -> None:
         """Take it off and mount it: the journal that reached the disk is replayed."""

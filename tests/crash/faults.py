@@ -90,6 +90,7 @@ def try_fault(act: acts.Act, template: Path, folder: Path, fault: Fault) -> str:
     start, any environment is not there once.
     """
     before = verdict.look(template / "run")
+    before.may_go = act.removes
     shutil.copytree(template, folder)
     acts.said_file(folder).unlink(missing_ok=True)
     try:

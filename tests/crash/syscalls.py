@@ -15,7 +15,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from spoold import fs
 
 CHANGING: Final = frozenset(
     {"create", "write", "pwrite", "ftruncate", "fsync", "rename", "renameat2", "link", "unlink"}
-    | {"mkdir", "chmod", "fchmod"}
+    | {"mkdir", "rmdir", "chmod", "fchmod"}
 )
 
 
@@ -42,18 +42,27 @@ class Call:
 
 
 @contextmanager
-def watching(root: str, on_call: Callable[[Call], None]) -> Iterator[list[Call]]:
-    """Ask `on_call` before each call on `root` or below; yields the list of them as it grows."""
+def watching(
+    root: str, on_call: Callable[[Call], None], done: Callable[[Call], None] = lambda _: None
+) -> Iterator[list[Call]]:
+    """Ask `on_call` before each call on `root` or below, and tell `done` of each that went well.
+
+    Yields the list of all calls as it grows.
+    """
     calls: list[Call] = []
     lock = threading.Lock()
 
-    def ask(name: str, path: str, target: str = "") -> None:
+    @contextmanager
+    def ask(name: str, path: str, target: str = "") -> Iterator[None]:
         if not (path == root or path.startswith(f"{root}/")):
+            yield
             return
         with lock:
             call = Call(len(calls) + 1, name, path, target)
             calls.append(call)
         on_call(call)
+        yield
+        done(call)
 
     undo = [*_watch_paths(ask), *_watch_descriptors(ask), *_watch_two_paths(ask)]
     try:
@@ -63,7 +72,7 @@ def watching(root: str, on_call: Callable[[Call], None]) -> Iterator[list[Call]]
             setattr(place, name, real)
 
 
-_Ask = Callable[..., None]
+_Ask = Callable[..., AbstractContextManager[None]]
 _Undo = Iterator[tuple[Any, str, Any]]
 
 
@@ -76,18 +85,18 @@ def _replace(place: Any, name: str, make: Callable[[Any], Any]) -> tuple[Any, st
 def _watch_paths(ask: _Ask) -> _Undo:
     def opening(real: Any) -> Any:
         def wrapped(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-            ask("create" if flags & os.O_CREAT else "open", os.fsdecode(path))
-            return real(path, flags, *args, **kwargs)
+            with ask("create" if flags & os.O_CREAT else "open", os.fsdecode(path)):
+                return real(path, flags, *args, **kwargs)
 
         return wrapped
 
     yield _replace(os, "open", opening)
-    for name in ("unlink", "mkdir", "chmod"):
+    for name in ("unlink", "mkdir", "rmdir", "chmod"):
 
         def by_path(real: Any, name: str = name) -> Any:
             def wrapped(path: Any, *args: Any, **kwargs: Any) -> Any:
-                ask(name, os.fsdecode(path))
-                return real(path, *args, **kwargs)
+                with ask(name, os.fsdecode(path)):
+                    return real(path, *args, **kwargs)
 
             return wrapped
 
@@ -99,8 +108,8 @@ def _watch_descriptors(ask: _Ask) -> _Undo:
 
         def by_descriptor(real: Any, name: str = name) -> Any:
             def wrapped(fd: int, *args: Any) -> Any:
-                ask(name, os.readlink(f"/proc/self/fd/{fd}"))
-                return real(fd, *args)
+                with ask(name, os.readlink(f"/proc/self/fd/{fd}")):
+                    return real(fd, *args)
 
             return wrapped
 
@@ -112,8 +121,8 @@ def _watch_two_paths(ask: _Ask) -> _Undo:
 
         def by_paths(real: Any, name: str = name) -> Any:
             def wrapped(old: Any, new: Any, **kwargs: Any) -> Any:
-                ask(name, os.fsdecode(old), os.fsdecode(new))
-                return real(old, new, **kwargs)
+                with ask(name, os.fsdecode(old), os.fsdecode(new)):
+                    return real(old, new, **kwargs)
 
             return wrapped
 
@@ -121,12 +130,17 @@ def _watch_two_paths(ask: _Ask) -> _Undo:
 
     def renameat2(real: Any) -> Any:
         def wrapped(old_dir: int, old: bytes, new_dir: int, new: bytes, flags: int) -> int:
+            def rename() -> None:
+                if real(old_dir, old, new_dir, new, flags):
+                    raise OSError(ctypes.get_errno(), "renameat2")
+
             try:
-                ask("renameat2", os.fsdecode(old), os.fsdecode(new))
+                with ask("renameat2", os.fsdecode(old), os.fsdecode(new)):
+                    rename()
             except OSError as error:
                 ctypes.set_errno(error.errno or 0)
                 return -1
-            return int(real(old_dir, old, new_dir, new, flags))
+            return 0
 
         return wrapped
 
