@@ -5,7 +5,7 @@
 | 9 | disk full | `test_failing_calls.py::test_09…`, `slow/test_real_disks.py::test_09…` |
 | 13 | a power cut after publish or ack, also in a new run directory | `slow/test_power_cuts.py` |
 | 14 | zero-length, truncated, NUL-filled files | `test_damaged_spools.py::test_14…` |
-| 15 | an fsync that fails once | `test_failing_calls.py::test_09_15…`, `slow/test_failing_calls.py` |
+| 15 | an fsync that fails once | `test_failing_calls.py`, `slow/test_failing_calls.py` |
 | 16 | one bad name among good ones | `test_damaged_spools.py::test_16…`, `test_fuzz.py` |
 | 17 | inotify's limits | `test_without_events.py::test_17…`, `test_watch.py` |
 | 18 | overflow; a watched folder made again | `test_without_events.py::test_18…`, `test_watch.py` |
