@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 
 import pytest
@@ -24,3 +25,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{sum(acts.values()):6,} {what}")
         for act, count in acts.items():
             terminalreporter.write_line(f"{count:13,} {act}")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def usual_signals() -> None:
+    """Let children hear SIGHUP and Ctrl-C also where whoever runs the tests ignores them (nohup)."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
