@@ -29,6 +29,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def usual_signals() -> None:
-    """Let children hear SIGHUP and Ctrl-C also where whoever runs the tests ignores them (nohup)."""
+    """Let children hear SIGHUP and Ctrl-C also where whoever runs this ignores them (nohup)."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
