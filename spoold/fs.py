@@ -126,7 +126,7 @@ def make_dirs(path: str) -> bool:
             except PermissionError as error:
                 parent = os.path.dirname(folder) or "."
                 raise SpoolWriteError(
-                    f"cannot make {folder}: permission denied",
+                    f"cannot make {folder}: {os.strerror(error.errno or 0).lower()}",
                     hint=f"give this user permission to write in {parent}",
                     errno=error.errno,
                 ) from error

@@ -95,6 +95,21 @@ def test_09_15_a_daemon_says_why_it_cannot_write_and_goes_on_by_itself_when_it_c
     assert gone_on > 5
 
 
+def test_15_a_requeue_whose_sync_failed_ends_the_daemon(tmp_path: Path) -> None:
+    acts.BY_NAME["requeue"].prepare(tmp_path)
+    it = acts.daemon(tmp_path, requeue_seconds=60)
+    it.go()
+
+    def on_call(call: Call) -> None:
+        if call.name == "fsync" and call.path.endswith("/pending"):
+            raise OSError(errno.EIO, "broken", call.path)
+
+    with watching(f"{tmp_path}/run", on_call), pytest.raises(SpoolWriteError) as caught:
+        it.go(61.0)
+    assert caught.value.state_unknown
+    it.kill()
+
+
 def test_09_on_a_full_disk_status_is_written_over_in_its_place(tmp_path: Path) -> None:
     path, tmp = tmp_path / "status.json", tmp_path / "tmp"
     tmp.mkdir()

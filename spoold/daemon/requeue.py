@@ -69,6 +69,8 @@ class Requeue:
         except FileNotFoundError:
             pass  # RACE: the folder was removed
         except SpoolWriteError as error:
+            if error.state_unknown:
+                raise
             self.failed = error
         finally:
             lock.release()

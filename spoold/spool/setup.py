@@ -19,6 +19,7 @@ __all__ = ["clean_tmp", "lock_run", "make_run", "tie"]
 log = logging.getLogger("spoold.spool")
 
 FORMAT: Final = 1
+_NO_FILE: Final = (errno.EINVAL, errno.EISDIR, errno.ELOOP)  # a pipe, a directory, a link
 
 
 def make_run(root: str) -> RunDir:
@@ -161,8 +162,11 @@ def read_source(run: RunDir) -> dict[str, str] | None:
     except FileNotFoundError:
         return None
     except (SpoolWriteError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, SpoolWriteError) and error.errno in fs.PASSING:
-            raise
+        if isinstance(error, SpoolWriteError):
+            if error.errno in fs.PASSING:
+                raise
+            if error.errno not in _NO_FILE:
+                raise ConfigError(error.message, hint=error.hint) from error
         raise ConfigError(
             f"{run.source_json} cannot be understood",
             hint='it holds {"format": 1, "job": …, "url": …}; write it anew, or restore it',
