@@ -8,10 +8,13 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
 from spoold import Consumer, fs
+from spoold.daemon import _serve
 from spoold.layout import BatchName, Place, State
 from spoold.spool import shelves
 from spoold.spool.inventory import Inventory
@@ -329,6 +332,48 @@ def test_the_daemon_keeps_every_hint_until_it_has_looked(tmp_path: Path, listed:
         it.daemon.hint(source=False, spool=True, moved=set())
         it.daemon.step()
         assert 52 in it.daemon.inventory.skip
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_the_daemon_tells_what_moved_only_where_events_tell_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: bool
+) -> None:
+    if not watched:
+        monkeypatch.setattr("watchdog.observers.inotify_c.inotify_init", lambda: -1)
+    told: list[set[str] | None] = []
+    ended = SimpleNamespace(stopping=[], reload=False)
+    service = MagicMock(shorten=lambda _: 0.0)
+    hints = Hints()
+    with running(tmp_path) as it:
+        path = f"{it.run.acked}/a"
+
+        def hint(*, source: bool, spool: bool, moved: set[str] | None) -> None:
+            told.append(moved)
+            Path(path).touch()
+            if len(told) == 2:
+                ended.stopping = [15]
+
+        monkeypatch.setattr(it.daemon, "hint", hint)
+        _serve(it.daemon, hints, ended, service, None)
+    hints.close()
+    assert told == ([set(), {path}] if watched else [None, None])
+
+
+def test_a_reload_of_rescan_seconds_counts_from_the_next_look(
+    tmp_path: Path, listed: list[str]
+) -> None:
+    run = empty_run(tmp_path / "run")
+    for seq in range(1, MANY + 2):
+        put_batch(run, seq, [seq], ACKED)
+    with running(tmp_path, rescan_seconds=100_000) as it:
+        it.go()
+        it.daemon.reload(it.daemon.settings.model_copy(update={"rescan_seconds": 10.0}))
+        it.go()
+        put_batch(run, 50, [50], ACKED)
+        it.clock.now += 10
+        it.daemon.hint(source=False, spool=True, moved=set())
+        it.daemon.step()
+        assert 50 in it.daemon.inventory.skip
 
 
 def test_a_consumer_never_lists_acked(tmp_path: Path, listed: list[str]) -> None:
