@@ -16,7 +16,7 @@ import pytest
 from spoold import Consumer, fs
 from spoold.daemon import _serve
 from spoold.layout import BatchName, Place, State
-from spoold.spool import shelves
+from spoold.spool import inventory, shelves
 from spoold.spool.inventory import Inventory
 from spoold.watch import Hints
 from tests.support.batches import PENDING, empty_run, put_batch
@@ -332,6 +332,26 @@ def test_the_daemon_keeps_every_hint_until_it_has_looked(tmp_path: Path, listed:
         it.daemon.hint(source=False, spool=True, moved=set())
         it.daemon.step()
         assert 52 in it.daemon.inventory.skip
+
+
+def test_a_huge_ledger_is_merged_some_at_a_time_oldest_first(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inventory, "MERGE_MOST", 2)
+    kept, *removed = spool.acked
+    for name in removed:
+        os.unlink(spool.run.file(ACKED, name.file_name))
+    for _ in range(4):
+        spool.look(moved=None)
+    assert spool.inventory.merge(least=2) == 2
+    assert spool.entries == {"merged-1", kept.id, *(name.id for name in removed[2:])}
+    while spool.inventory.merge(least=1):
+        pass
+    assert len(spool.entries) == 2
+    assert kept.id in spool.entries
+    fresh = Inventory(spool.run)
+    fresh.load()
+    assert set(fresh.skip) == {name.seq for name in spool.acked}
 
 
 @pytest.mark.parametrize("watched", [True, False])

@@ -41,6 +41,7 @@ log = logging.getLogger("spoold.spool")
 
 MISSING_ROW: Final = "missing-row"
 MERGE_AT: Final = 1000
+MERGE_MOST: Final = 2000
 LATEST: Final = 8
 REPORTED_FILES: Final = 20
 
@@ -213,22 +214,24 @@ class Inventory:
     def merge(self, *, least: int = MERGE_AT) -> int:
         """Merge the ledger entries whose batch file is gone. Returns how many were merged.
 
-        Nothing happens below `least` of them, so that the folder is not written anew for a few.
+        Nothing happens below `least` of them, so that the folder is not written anew for a few; the
+        oldest go first, and not more than a few thousand at once, so that nobody waits for long.
         """
         if self._absent or self._todo or self.unreadable:
             return 0
         if len(self.ledger.batches) - self.shelves.settled_count() < least:
             return 0
         gone = self.ledger.batches - self._held.keys()
-        for shelf in self.shelves.of(State.ACKED):
-            gone.difference_update(filter(None, map(batch_id_of, shelf.names)))
+        gone = {one for one in gone if not self.shelves.is_settled(plain_name(one))}
+        gone.difference_update(filter(None, map(batch_id_of, self.shelves.unsettled())))
         if len(gone) < least:
             return 0
-        ledgerdir.merge(self.run, self.ledger, gone)
-        log.info("ledger merged", extra={"fields": {"entries": len(gone)}})
+        now = sorted(gone)[:MERGE_MOST]
+        ledgerdir.merge(self.run, self.ledger, now)
+        log.info("ledger merged", extra={"fields": {"entries": len(now)}})
         if self.ledger.stale:
             self._recount()  # an entry was removed by hand, or withdrawn before
-        return len(gone)
+        return len(now)
 
     # --- one batch at a time ---------------------------------------------------------------------
 

@@ -133,6 +133,15 @@ class Shelves:
         """Return the places in acked/ that have this name."""
         return [shelf.place for shelf in self.of(State.ACKED) if file_name in shelf.names]
 
+    def is_settled(self, file_name: str) -> bool:
+        """Whether a file in acked/ was taken in as where it belongs."""
+        return file_name in self._settled
+
+    def unsettled(self) -> Iterator[str]:
+        """Yield the names of all other files in acked/."""
+        for shelf in self.of(State.ACKED):
+            yield from shelf.names - self._settled
+
     def settled_count(self) -> int:
         """Return how many files in acked/ are where they belong."""
         return len(self._settled)
