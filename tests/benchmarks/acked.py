@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from spoold.layout import BatchName, Place, RunDir, State, seq_name
@@ -18,6 +20,7 @@ from tests.support.processes import ENVIRON, until
 
 NUMBERS = (1_000, 10_000, 50_000, 200_000)
 ACKS = 200
+ROUNDS = 4
 PAUSE_SECONDS = 0.005
 PRUNED_BARE = 10_000
 INFLIGHT = Place(State.INFLIGHT)
@@ -37,7 +40,7 @@ def run(folder: Path, *, small: bool) -> Report:
         fill(run_dir, there, files)
         seconds, peak_mb = _ack(db, run_dir, first=files, acks=acks)
         there = files + acks
-        cpu.append((files, seconds / acks * 1e3))
+        cpu.append((files, seconds * 1e3))
         memory.append((files, peak_mb))
         at = f"{number(files)} files in acked/"
         figures += [
@@ -79,20 +82,28 @@ def fill(run_dir: Path, first: int, end: int) -> None:
 
 
 def _ack(db: Path, run_dir: Path, *, first: int, acks: int) -> tuple[float, float]:
-    """Return the CPU seconds that the daemon spends on acks, and its memory."""
+    """Return the CPU seconds that an ack costs the daemon, in the best round, and its memory."""
     run = RunDir(str(run_dir))
     Path(run.status_json).unlink(missing_ok=True)
     names = [put_batch(run, seq, [seq], INFLIGHT) for seq in range(first + 1, first + acks + 1)]
     with machine.serving(db, run_dir) as daemon:
         until(lambda: os.path.exists(run.status_json), "the daemon to start")
         daemon.come_to_rest()
-        before = daemon.cpu_seconds()
-        for name in names:
-            os.rename(run.file(INFLIGHT, name.file_name), run.file(ACKED, name.file_name))
-            time.sleep(PAUSE_SECONDS)
-        entries = [f"{run.ledger}/{name.id}" for name in names]
-        until(lambda: all(map(os.path.exists, entries)), "the ledger to have every ack")
-        return daemon.cpu_seconds() - before, daemon.peak_mb()
+        best = math.inf
+        size = -(-acks // ROUNDS)
+        for some in (names[at : at + size] for at in range(0, acks, size)):
+            before = daemon.cpu_seconds()
+            for name in some:
+                os.rename(run.file(INFLIGHT, name.file_name), run.file(ACKED, name.file_name))
+                time.sleep(PAUSE_SECONDS)
+            entries = [f"{run.ledger}/{name.id}" for name in some]
+            until(partial(_all_exist, entries), "the entries of what was acked")
+            best = min(best, (daemon.cpu_seconds() - before) / len(some))
+        return best, daemon.peak_mb()
+
+
+def _all_exist(paths: list[str]) -> bool:
+    return all(map(os.path.exists, paths))
 
 
 def _prune(folder: Path, run_dir: Path, *, bare: int) -> Figure:

@@ -63,13 +63,12 @@ PEERS: dict[str, tuple[str, Peer]] = {
 def run(folder: Path, *, small: bool) -> Report:
     """Compare batches a second; rounds of all take turns, the best of each counts."""
     number, rounds = (10, 1) if small else (NUMBER, ROUNDS)
-    start = machine.start_seconds(folder, rounds)
     db = build(folder / "rows.db", registered=number, finished=number, row_bytes=BATCH_BYTES)
     ours: list[float] = []
     peers: dict[str, list[float]] = {name: [] for name in PEERS if _is_there(name)}
     for _ in range(rounds):
         run_dir = folder / "run"
-        put = machine.once(db, run_dir, batch_size=1).beyond(start)
+        put = machine.once(db, run_dir, batch_size=1).seconds
         batches = [path.read_bytes() for path in sorted((run_dir / "pending").iterdir())]
         began = time.perf_counter()
         with Consumer(run_dir) as consumer:

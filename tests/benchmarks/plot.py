@@ -36,13 +36,15 @@ def draw(lines: Sequence[Line], path: Path) -> str:
             x, y = zip(*line.points, strict=True)
             style = "--" if line.limit else "-"
             ax.plot(x, y, style, marker="o", markersize=4, color=colour, label=line.name)
-        for line in ours:
-            for x_at, y_at in line.points:
+        for place, line in enumerate(ours):
+            # Of several lines only the ends: elsewhere the numbers would lie on each other.
+            for x_at, y_at in line.points[-1:] if len(ours) > 1 else line.points:
+                above = 6 if place % 2 == 0 else -14
                 ax.annotate(
                     number(y_at),
                     (x_at, y_at),
                     textcoords="offset points",
-                    xytext=(0, 6),
+                    xytext=(0, above),
                     ha="center",
                     fontsize=8,
                 )
@@ -55,7 +57,7 @@ def draw(lines: Sequence[Line], path: Path) -> str:
             ax.yaxis.set_major_formatter(short)
             ax.margins(y=0.15)
         else:
-            ax.set_ylim(0, max(ys) * 1.25)
+            ax.set_ylim(0, max(ys) * 1.25 or 1)
         ax.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
         ax.grid(visible=True, alpha=0.25)
         ax.legend(fontsize=8, frameon=False)

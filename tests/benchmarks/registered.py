@@ -49,6 +49,11 @@ def run(folder: Path, *, small: bool) -> Report:
             Line(name="told by key", points=tuple(curves["limit_ms"]), limit=True, panel=cpu),
             Line(name="one full scan", points=tuple(curves["scan_ms"]), limit=True, panel=cpu),
             Line(
+                panel=Panel("idle", "environments registered", "% CPU"),
+                name="spoold",
+                points=tuple(curves["idle_percent"]),
+            ),
+            Line(
                 panel=MEMORY,
                 name="registered",
                 points=tuple(curves["memory_mb"]),
@@ -112,6 +117,7 @@ def _measure(db: Path, folder: Path, *, idle_seconds: float, completions: int) -
 
     def complete_next() -> Iterator[int]:
         for environment in range(2 + completions, 2 + 2 * completions):
+            time.sleep(PAUSE_SECONDS)
             complete(writer, environment)
             yield environment
 
