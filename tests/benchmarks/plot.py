@@ -39,7 +39,7 @@ def draw(lines: Sequence[Line], path: Path) -> str:
         for place, line in enumerate(ours):
             # Of several lines only the ends: elsewhere the numbers would lie on each other.
             for x_at, y_at in line.points[-1:] if len(ours) > 1 else line.points:
-                above = 6 if place % 2 == 0 else -14
+                above = -14 if len(ours) > 1 and place % 2 == 0 else 6
                 ax.annotate(
                     number(y_at),
                     (x_at, y_at),
