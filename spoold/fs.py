@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 from spoold.errors import ConfigError, SpoolWriteError
 from spoold.layout import DIRECTORY_MODE, FILE_MODE, LOCK_MODE
 from spoold.oserrors import PASSING, doing, failed
-from spoold.reading import Listing, free_bytes, read, read_each, scan
+from spoold.reading import Listing, free_bytes, look_up, read, read_each, scan
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -34,6 +34,7 @@ __all__ = [
     "free_bytes",
     "holder_of",
     "lock_is_held",
+    "look_up",
     "make_dirs",
     "move",
     "probe_renames",

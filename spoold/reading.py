@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from spoold.oserrors import doing
 
-__all__ = ["Listing", "free_bytes", "read", "read_each", "scan"]
+__all__ = ["Listing", "free_bytes", "look_up", "read", "read_each", "scan"]
 
 _SMALL_BYTES: Final = 1 << 16
 
@@ -79,6 +79,27 @@ def scan(path: str) -> Listing:
                 listing.folders.append(entry.name)
             else:
                 listing.others.append(entry.name)
+    return listing
+
+
+def look_up(path: str, names: Iterable[str]) -> Listing:
+    """Tell apart some names in a directory, as `scan` would; those that are not there are left out.
+
+    Fails as `scan` does, but for FileNotFoundError.
+    """
+    listing = Listing([], [], [])
+    for name in names:
+        try:
+            with doing("look at", f"{path}/{name}"):
+                mode = os.lstat(f"{path}/{name}").st_mode
+        except FileNotFoundError:
+            continue
+        if stat.S_ISREG(mode):
+            listing.files.append(name)
+        elif stat.S_ISDIR(mode):
+            listing.folders.append(name)
+        else:
+            listing.others.append(name)
     return listing
 
 

@@ -159,9 +159,9 @@ class Hints:
             self._woken.append(tag)
             os.eventfd_write(self._wake, 1)
 
-    def healthy(self) -> bool:
-        """Whether every directory asked for is watched as a whole now."""
-        return all(root.whole for root in self._roots)
+    def healthy(self, tag: str | None = None) -> bool:
+        """Whether every directory asked for, or every one of a tag, is watched as a whole now."""
+        return all(root.whole for root in self._roots if tag in (None, root.tag))
 
     def close(self) -> None:
         """Watch nothing any more; fine when called twice."""

@@ -154,6 +154,14 @@ def test_a_folder_removed_and_made_again_is_watched_anew(tmp_path: Path) -> None
     hints.close()
 
 
+def test_health_can_be_asked_for_one_tag(hints: Hints, tmp_path: Path) -> None:
+    hints.watch(str(make(tmp_path / "there")), tag="spool")
+    hints.watch(str(tmp_path / "not-there"), tag="source")
+    assert hints.healthy("spool")
+    assert not hints.healthy("source")
+    assert not hints.healthy()
+
+
 def test_a_folder_replaced_by_a_rename_is_watched_anew(tmp_path: Path) -> None:
     clock = Clock()
     hints = Hints(clock=clock)

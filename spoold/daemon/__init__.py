@@ -139,7 +139,8 @@ def _serve(
         service.progress()
         service.status(daemon.report.sentence)
         heard = hints.wait(service.shorten(pause))
-        daemon.hint(source="source" in heard, spool="spool" in heard)
+        moved = heard.get("spool", set()) if hints.healthy("spool") else None
+        daemon.hint(source="source" in heard, spool="spool" in heard, moved=moved)
         if signals.reload and read_again is not None:
             signals.reload = False
             _reload(daemon, service, read_again)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Final
 
 from pyroaring import BitMap64
@@ -60,6 +60,7 @@ class Daemon:
         self.wall = wall
         self.conditions = Conditions(wall)
         self._refresh_at = 0.0
+        self._moved: set[str] | None = None
         self._write_backoff = Backoff(first=0.25, longest=10.0)
         self._batches_at_failure = -1
         self._overdue = Overdue(seconds=settings.missing_row_seconds)
@@ -83,7 +84,7 @@ class Daemon:
         setup.clean_tmp(run)
         setup.probe(run)
         setup.read_source(run)
-        self.inventory = Inventory(run)
+        self.inventory = self._new_inventory(run)
         self.inventory.load()
         self._refresh_at = self.clock() + settings.scan_seconds
         newest = newest_note(run, self.inventory.shelves.notes())
@@ -132,6 +133,9 @@ class Daemon:
         fields = {"batches": counts.batches, "environments": counts.environments}
         log.info("stopped", extra={"fields": fields})
 
+    def _new_inventory(self, run: RunDir) -> Inventory:
+        return Inventory(run, relist_seconds=self.settings.rescan_seconds)
+
     def _new_plan(self) -> Plan | GroupPlan:
         settings = self.settings
         if not settings.group_size:
@@ -152,7 +156,9 @@ class Daemon:
         self._requeue.reload(settings)
         self._retention.keep_steps = settings.keep_steps
         self._overdue.seconds = settings.missing_row_seconds
+        self.inventory.shelves.relist_seconds = settings.rescan_seconds
         self._refresh_at = 0.0
+        self._moved = None
 
     @property
     def plan(self) -> Plan | GroupPlan:
@@ -161,12 +167,17 @@ class Daemon:
 
     # --- one step --------------------------------------------------------------------------------
 
-    def hint(self, *, source: bool, spool: bool) -> None:
-        """Take in a hint: what it is about is looked at in the next step."""
+    def hint(self, *, source: bool, spool: bool, moved: Set[str] | None = None) -> None:
+        """Take in a hint: what it is about is looked at in the next step.
+
+        `moved`: the paths in the run directory where something came or went since the last hint,
+        all of them; None where that is not known.
+        """
         if source:
             self.looking.hint()
         if spool:
             self._refresh_at = 0.0
+        self._moved = None if moved is None or self._moved is None else self._moved | moved
 
     def step(self) -> float:
         """Do what is due. Returns the seconds after which something is due again, 0 for now."""
@@ -248,7 +259,8 @@ class Daemon:
         if not self.lock.still_held():
             raise setup.lock_lost(self.lock.path)
         self.delivery.finish(self.looking.source.job, now)
-        self.inventory.refresh(now=now)
+        self.inventory.refresh(now=now, moved=self._moved)
+        self._moved = set()
         if self._requeue.tend(self.inventory, now):
             self.inventory.refresh(now=now)
         failed = self._requeue.failed
@@ -321,7 +333,7 @@ class Daemon:
         fields = {"what": error.message, "retired_to": folder}
         log.warning("source replaced", extra={"fields": fields})
         self.looking.start_over()
-        self.inventory = Inventory(self.run)
+        self.inventory = self._new_inventory(self.run)
         self.inventory.load()
         self.delivery.inventory = self.inventory
         self.delivery.plan = self._new_plan()
@@ -414,6 +426,7 @@ class Daemon:
         """
         now = self.clock()
         self._refresh(now)
+        self._moved = None  # nobody gives hints
         try:
             self._publish_all(now)
         except SourceUnavailable as error:

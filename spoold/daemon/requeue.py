@@ -44,9 +44,9 @@ class Requeue:
         """
         self.failed = None
         held = {
-            place.folder: names
-            for place, shelf in inventory.shelves.by_place.items()
-            if place.state is State.INFLIGHT and is_name(place.folder)
+            shelf.place.folder: names
+            for shelf in inventory.shelves.of(State.INFLIGHT)
+            if is_name(shelf.place.folder)
             if (names := [name for name in map(BatchName.parse, shelf.names) if name])
         }
         free = [name for name in held if self._is_free(name)]

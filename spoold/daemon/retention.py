@@ -7,9 +7,10 @@ below the highest step in acked/, acked without a step, or passed over as stale.
 from __future__ import annotations
 
 import logging
+from itertools import islice
 from typing import Final
 
-from spoold.layout import RunDir, batch_id_of
+from spoold.layout import RunDir, State, batch_id_of
 from spoold.spool import prune
 from spoold.spool.inventory import Inventory
 from spoold.spool.moves import Found
@@ -34,13 +35,13 @@ class Retention:
         """Remove what may go, a thousand files a pass at most. Returns how many went."""
         if self.keep_steps is None or inventory.unreadable:
             return 0
-        shelves = inventory.shelves.by_place
-        steps = [p.step for p, shelf in shelves.items() if p.step is not None and _has_batch(shelf)]
+        shelves = [shelf for shelf in inventory.shelves.of(State.ACKED) if shelf.names]
+        steps = [s.place.step for s in shelves if s.place.step is not None and _has_batch(s)]
         before_step = max(steps, default=0) - self.keep_steps
-        places = [p for p, s in shelves.items() if s.names and prune.is_prunable(p, before_step)]
+        places = [s.place for s in shelves if prune.is_prunable(s.place, before_step)]
         number = size_bytes = 0
         for place in sorted(places, key=lambda place: place.path):
-            for name in inventory.settled_in(place)[: MOST_AT_ONCE - number]:
+            for name in list(islice(inventory.settled_in(place), MOST_AT_ONCE - number)):
                 found = Found(place, name)
                 size = prune.remove(self.run, found)
                 if size is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -40,6 +41,7 @@ log = logging.getLogger("spoold.spool")
 
 MISSING_ROW: Final = "missing-row"
 MERGE_AT: Final = 1000
+MERGE_MOST: Final = 2000
 LATEST: Final = 8
 REPORTED_FILES: Final = 20
 
@@ -61,11 +63,12 @@ class Inventory:
     note. `undelivered` becomes True when environments came out of it again (a batch or a note was
     removed), or came into it by a batch that this daemon did not publish: then the source has to be
     reconciled, and what was decided about groups be learnt anew; whoever acts on it sets it back.
+    For `relist_seconds` see `shelves`.
     """
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, *, relist_seconds: float = 0.0) -> None:
         self.run = run
-        self.shelves = Shelves(run)
+        self.shelves = Shelves(run, relist_seconds=relist_seconds)
         self.ledger = Ledger()
         self.skip = BitMap64()
         self.set_aside = BitMap64()
@@ -78,6 +81,7 @@ class Inventory:
         self._held: dict[str, Held] = {}
         self._todo: dict[str, list[tuple[Place, str]]] = {}
         self._absent: set[str] = set()
+        self._on_their_way: set[str] = set()
         self._absence = Absence()
         self._reported: set[str] = set()
 
@@ -132,15 +136,23 @@ class Inventory:
         self._count_skip()
         self.undelivered = False
 
-    def refresh(self, *, now: float, everything: bool = False) -> None:
+    def refresh(
+        self, *, now: float, everything: bool = False, moved: Set[str] | None = None
+    ) -> None:
         """Go through the folders and act on what moved.
 
         Afterwards every batch in acked/ has its ledger entry, no other has one, of two files with
         one batch id one is left, and what fails its digest lies in rejected/corrupt/. A batch that
-        two passes miss is missing: without an entry its environments are to come again.
+        two passes miss is missing: without an entry its environments are to come again. `moved`:
+        where hints tell that something came or went since the last pass; None where nobody tells.
         """
-        everything = everything or bool(self._absent)
-        this = self.shelves.go_through(everything=everything, settled=self.ledger.batches)
+        absent = set(self._absent)
+        this = self.shelves.go_through(
+            now=now,
+            everything=everything or not absent <= self._on_their_way,
+            moved=moved,
+            settled=self.ledger.batches,
+        )
         self.unreadable = list(this.unreadable)
         for batch_id in this.vanished:
             self._todo.setdefault(batch_id, [])
@@ -151,6 +163,8 @@ class Inventory:
         finally:
             if this.notes_changed:
                 self._take_notes()
+        # RACE: it left a folder during this pass, and the hint where it went is for the next.
+        self._on_their_way = self._absent - absent if this.by_hints else set()
         self._find_missing(this, now)
         self._report_unknown()
 
@@ -179,17 +193,18 @@ class Inventory:
         self._unlist(Place(State.REJECTED), file_name)
         self.missing_row_notes.pop(environment, None)
 
-    def settled_in(self, place: Place) -> list[BatchName]:
-        """Return the batches that lie in a place and nowhere else, and that the ledger has."""
-        names = []
+    def settled_in(self, place: Place) -> Iterator[BatchName]:
+        """Yield the batches that lie in a place and nowhere else, and that the ledger has.
+
+        In no order, and read as they are asked for: nothing may be pruned meanwhile.
+        """
         for file_name in self.shelves.by_place[place].names:
             name = BatchName.parse(file_name)
             if name is None or name.id not in self.ledger.batches or name.id in self._todo:
                 continue
             held = self._held.get(name.id)
             if held is None or (held.place, held.file_name, held.entry) == (place, file_name, None):
-                names.append(name)
-        return sorted(names, key=lambda name: name.seq)
+                yield name
 
     def pruned(self, found: Found) -> None:
         """Take in that this daemon removed a settled batch: the ledger goes on having it."""
@@ -199,21 +214,24 @@ class Inventory:
     def merge(self, *, least: int = MERGE_AT) -> int:
         """Merge the ledger entries whose batch file is gone. Returns how many were merged.
 
-        Nothing happens below `least` of them, so that the folder is not written anew for a few.
+        Nothing happens below `least` of them, so that the folder is not written anew for a few; the
+        oldest go first, and not more than a few thousand at once, so that nobody waits for long.
         """
         if self._absent or self._todo or self.unreadable:
             return 0
+        if len(self.ledger.batches) - self.shelves.settled_count() < least:
+            return 0
         gone = self.ledger.batches - self._held.keys()
-        for place, shelf in self.shelves.by_place.items():
-            if place.state is State.ACKED:
-                gone.difference_update(filter(None, map(batch_id_of, shelf.names)))
+        gone = {one for one in gone if not self.shelves.is_settled(plain_name(one))}
+        gone.difference_update(filter(None, map(batch_id_of, self.shelves.unsettled())))
         if len(gone) < least:
             return 0
-        ledgerdir.merge(self.run, self.ledger, gone)
-        log.info("ledger merged", extra={"fields": {"entries": len(gone)}})
+        now = sorted(gone)[:MERGE_MOST]
+        ledgerdir.merge(self.run, self.ledger, now)
+        log.info("ledger merged", extra={"fields": {"entries": len(now)}})
         if self.ledger.stale:
             self._recount()  # an entry was removed by hand, or withdrawn before
-        return len(gone)
+        return len(now)
 
     # --- one batch at a time ---------------------------------------------------------------------
 
@@ -258,7 +276,12 @@ class Inventory:
         """Return where a batch lies; of several files with its id all but one are set aside."""
         if len(positions) > 1:
             # RACE: a batch that moved during the pass is in two listings, but in one place.
-            positions = [p for p in positions if os.path.lexists(self.run.file(*p))]
+            there = [p for p in positions if os.path.lexists(self.run.file(*p))]
+            for position in positions if there else ():
+                if position not in there:
+                    # Where it comes back to that folder, its name has to be new there.
+                    self.shelves.drop(*position)
+            positions = there
         if not positions:
             return None
 

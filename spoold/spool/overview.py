@@ -164,7 +164,7 @@ def take(run: RunDir) -> Overview:
         unknown=tuple(sorted([*shelves.unknown(), *_unknown_beside(run, unreadable)])),
         unreadable=tuple(unreadable),
         settled=_settled(run, unreadable),
-        consumer_names=shelves.by_place[Place(State.INFLIGHT)].folders,
+        consumer_names=tuple(sorted(shelves.by_place[Place(State.INFLIGHT)].folders)),
     )
 
 
