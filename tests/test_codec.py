@@ -499,7 +499,8 @@ def test_a_batch_is_ordered_and_named_after_its_bytes() -> None:
         {"environment": 3, "pk": 7, "meta": b'{"weight_version": "x"}'},
         {"environment": 3, "pk": 6, "meta": b'{"weight_version": 4}'},
     )
-    name, data = build_batch(42, made)
+    name, pieces = build_batch(42, made)
+    data = b"".join(pieces)
     digest = hashlib.sha256(data).hexdigest()[:12]
     assert name.file_name == f"000000042-n3-w4.8-{digest}.jsonl"
     assert [(ref.environment, ref.step_pk) for ref in environment_refs(data)] == [
@@ -507,7 +508,16 @@ def test_a_batch_is_ordered_and_named_after_its_bytes() -> None:
         (3, 7),
         (9, 5),
     ]
-    assert build_batch(42, reversed(made)) == (name, data)
+    assert build_batch(42, reversed(made)) == (name, pieces)
+
+
+def test_a_large_batch_is_not_copied_and_is_the_same_bytes() -> None:
+    long = json.dumps([{"role": "user", "content": "x" * 3_000_000}]).encode()
+    made = samples(*({"environment": n, "pk": n, "messages": long} for n in (3, 1, 2, 4)))
+    name, pieces = build_batch(1, made)
+    assert len(pieces) == 4
+    assert {id(piece) for piece in pieces} == {id(sample.line) for sample in made}
+    assert name.digest == hashlib.sha256(b"".join(pieces)).hexdigest()[:12]
 
 
 def test_a_batch_without_a_usable_version_is_named_zero() -> None:

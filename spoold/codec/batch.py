@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import orjson
@@ -15,6 +15,7 @@ from spoold.model import Ref, Sample
 
 __all__ = ["build_batch", "environment_refs", "parse_samples"]
 
+_JOIN_BYTES: Final = 8 << 20
 _TAIL: Final = b',"extra_info":{'
 _REWARD: Final = b',"reward":'
 # Every digit to "0": finding a run of digits like this costs a tenth of a regular expression.
@@ -22,20 +23,28 @@ _DIGITS: Final = bytes.maketrans(b"123456789", b"000000000")
 _LONG_NUMBER: Final = b"0" * 19
 
 
-def build_batch(seq: int, samples: Iterable[Sample]) -> tuple[BatchName, bytes]:
-    """Return the name and the bytes of a batch: by environment, then step_pk. Never empty."""
+def build_batch(seq: int, samples: Iterable[Sample]) -> tuple[BatchName, Sequence[bytes]]:
+    """Return the name and the bytes of a batch: by environment, then step_pk. Never empty.
+
+    The bytes come in one piece, or, where a second copy of them would be felt, line by line.
+    """
     ordered = sorted(samples, key=lambda sample: (sample.environment, sample.step_pk))
     assert ordered, "an empty batch is never published"
-    data = b"".join([sample.line for sample in ordered])
+    pieces = [sample.line for sample in ordered]
+    if sum(map(len, pieces)) <= _JOIN_BYTES:
+        pieces = [b"".join(pieces)]
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
     versions = [s.weight_version for s in ordered if s.weight_version is not None] or [0]
     name = BatchName(
         seq=seq,
         samples=len(ordered),
         lo=min(versions),
         hi=max(versions),
-        digest=hashlib.sha256(data).hexdigest()[:12],
+        digest=digest.hexdigest()[:12],
     )
-    return name, data
+    return name, pieces
 
 
 def environment_refs(data: bytes) -> list[Ref]:

@@ -299,7 +299,8 @@ class Delivery:
         publish(self.run, self.lock, name, data)
         env_ids = {sample.environment: sample.env_id for sample in samples}
         environments = tuple(sorted(env_ids))
-        return Written(name, Entry(environments, env_ids[environments[-1]]), len(data))
+        size_bytes = sum(map(len, data))
+        return Written(name, Entry(environments, env_ids[environments[-1]]), size_bytes)
 
     def _take_in(self, written: Written, collected: Collected, job: str, now: float) -> None:
         name, entry, counts = written.name, written.entry, self.counts
