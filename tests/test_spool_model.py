@@ -263,4 +263,4 @@ class TestSpool(Spool.TestCase):
 class TestManySpools(Spool.TestCase):
     """Hundreds of worlds, new ones each time."""
 
-    settings = of_size(200, 40, derandomize=False)
+    settings = of_size(120, 40, derandomize=False)

@@ -11,7 +11,8 @@ from tests.crash import acts, faults
 
 pytestmark = pytest.mark.slow
 
-# These meet every error at every call that fails once; else it is two of eight in turn.
+# These meet every error at every call that fails once, the others two of eight in turn; a call that
+# fails from then on does so with one of eight in turn.
 THOROUGH = ("publish", "claim", "ack", "release", "reject", "ledger merge")
 
 
@@ -23,8 +24,9 @@ def test_a_call_that_fails_leaves_nothing_half_done(
     every = act.name in THOROUGH and not stays
 
     def errors(number: int) -> tuple[int, ...]:
-        return faults.errors_for(number, all_of_them=every)
+        some = faults.errors_for(number, all_of_them=every)
+        return some[:1] if stays else some
 
     tried = faults.sweep(act, home, errors=errors, stays=stays)
     record_property("tried", ("failing calls", act.name, tried))
-    assert tried > 10
+    assert tried > 5
