@@ -151,6 +151,10 @@ class Settings(BaseModel):
     on_replaced: OnReplaced = Field(
         default=OnReplaced.RETIRE, description="What to do when the database was replaced."
     )
+    metrics_dir: Annotated[_Text, AfterValidator(_without_slash)] | None = Field(
+        default=None,
+        description="Write numbers for Prometheus into this directory; default: none.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="The least level that is logged."
     )
@@ -186,7 +190,7 @@ def _option(name: str, field: FieldInfo) -> SettingOption:
     elif name.endswith("_seconds"):
         metavar = "SECONDS"
     else:
-        metavar = {"db": "URL", "run_dir": "DIR", "job": "JOB"}.get(name, "N")
+        metavar = {"db": "URL", "run_dir": "DIR", "metrics_dir": "DIR", "job": "JOB"}.get(name, "N")
     shown = "" if field.is_required() or default is None else f" [default: {_shown(default)}]"
     return SettingOption(
         name=name, forms=tuple(forms), metavar=metavar, help=f"{field.description}{shown}"
@@ -333,7 +337,7 @@ def _allowed(name: str) -> str:
     choices = _choices(field)
     if choices:
         return "one of " + ", ".join(choices)
-    if name in ("db", "run_dir", "job"):
+    if name in ("db", "run_dir", "job", "metrics_dir"):
         return "a text that is not empty"
     if name.endswith("_seconds"):
         least = "above 0" if _has_bound(field, "gt", 0) else "0 or more"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 from spoold.errors import ConfigError, SpoolWriteError
 from spoold.layout import DIRECTORY_MODE, FILE_MODE, LOCK_MODE
 from spoold.oserrors import PASSING, doing, failed
-from spoold.reading import Listing, free_bytes, look_up, read, read_each, scan
+from spoold.reading import Listing, free_bytes, is_read_only, look_up, read, read_each, scan
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -33,6 +33,7 @@ __all__ = [
     "failed",
     "free_bytes",
     "holder_of",
+    "is_read_only",
     "lock_is_held",
     "look_up",
     "make_dirs",
@@ -230,11 +231,14 @@ def move(old: str, new: str) -> None:
             sync_dir(source)
 
 
-def put(path: str, data: bytes, *, tmp_dir: str, durable: bool = True) -> None:
+def put(
+    path: str, data: bytes, *, tmp_dir: str, durable: bool = True, mode: int = FILE_MODE
+) -> None:
     """Write a file under its name, over an older one: the old bytes or the new, never a mixture.
 
-    durable=False is for text that may be lost in a power cut (status): nothing is synced, and where
-    the disk is full the old file is written over in its place, with newlines up to its old length.
+    durable=False is for text that may be lost in a power cut (status, metrics): it has `mode`,
+    nothing is synced, and where the disk is full the old file is written over in its place, with
+    newlines up to its old length.
     """
     tmp = f"{tmp_dir}/{os.path.basename(path)}.{os.getpid()}"
     if durable:
@@ -243,18 +247,18 @@ def put(path: str, data: bytes, *, tmp_dir: str, durable: bool = True) -> None:
         sync_dir(os.path.dirname(path))
         return
     try:
-        _write_unsynced(tmp, data)
+        _write_unsynced(tmp, data, mode)
         _put_in_place(tmp, path)
     except SpoolWriteError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _write_over(path, data):
             raise
 
 
-def _write_unsynced(path: str, data: bytes) -> None:
+def _write_unsynced(path: str, data: bytes, mode: int) -> None:
     with doing("write", path):
-        fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+        fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, mode)
         try:
-            os.fchmod(fd, FILE_MODE)
+            os.fchmod(fd, mode)
             _write_all(fd, data)
         except OSError:
             with contextlib.suppress(OSError):

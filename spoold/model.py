@@ -82,7 +82,8 @@ class Look:
     before, and now deleted or not past the gate any more (only a reconcile tells). `went_back`:
     ids are lower than they were, so the rows are not those of the last look: verify, reconcile.
     `members`: environments in `skip` with their groups, where groups are asked for. `registered`:
-    all members of the groups in `asked`, deleted ones aside.
+    all members of the groups in `asked`, deleted ones aside. `reached`: up to which id of `highest`
+    a reconcile has come; 0 where it does not tell.
     """
 
     candidates: tuple[Candidate, ...] = ()
@@ -93,6 +94,8 @@ class Look:
     members: tuple[Candidate, ...] = ()
     asked: frozenset[str] = frozenset()
     registered: tuple[Candidate, ...] = ()
+    reached: int = 0
+    highest: int = 0
 
 
 class StepRow(NamedTuple):

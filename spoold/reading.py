@@ -13,7 +13,15 @@ from typing import Final, NamedTuple
 
 from spoold.oserrors import doing
 
-__all__ = ["Listing", "free_bytes", "look_up", "read", "read_each", "scan"]
+__all__ = [
+    "Listing",
+    "free_bytes",
+    "is_read_only",
+    "look_up",
+    "read",
+    "read_each",
+    "scan",
+]
 
 _SMALL_BYTES: Final = 1 << 16
 
@@ -108,3 +116,9 @@ def free_bytes(path: str) -> int:
     with doing("stat", path):
         facts = os.statvfs(path)
     return facts.f_bavail * facts.f_frsize
+
+
+def is_read_only(path: str) -> bool:
+    """Whether the file system that `path` lies on is mounted read-only."""
+    with doing("stat", path):
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)

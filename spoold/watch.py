@@ -94,7 +94,7 @@ class Hints:
         self._by_wd: dict[int, list[_Root]] = {}
         self._woken: deque[str] = deque()
         self._checked = -math.inf
-        self._warned = False
+        self._problem: tuple[str, str] | None = None
         self._inotify = -1
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
@@ -162,6 +162,14 @@ class Hints:
     def healthy(self, tag: str | None = None) -> bool:
         """Whether every directory asked for, or every one of a tag, is watched as a whole now."""
         return all(root.whole for root in self._roots if tag in (None, root.tag))
+
+    @property
+    def problem(self) -> tuple[str, str] | None:
+        """Why the kernel gives no hints of something, and the remedy; None while it gives all.
+
+        A directory that is merely not there is no problem: it is watched when it comes.
+        """
+        return None if self.healthy() else self._problem
 
     def close(self) -> None:
         """Watch nothing any more; fine when called twice."""
@@ -334,13 +342,14 @@ class Hints:
                 inotify_rm_watch(self._inotify, cast("WatchDescriptor", wd))
 
     def _warn(self, act: str, code: int) -> None:
-        if self._warned:
-            return
-        self._warned = True
+        warned = self._problem is not None
         limit = {
             errno.ENOSPC: "raise fs.inotify.max_user_watches",
             errno.EMFILE: "raise fs.inotify.max_user_instances or the limit of open files",
         }.get(code, "nothing is lost")
+        self._problem = f"inotify cannot {act}: {os.strerror(code).lower()}", limit
+        if warned:
+            return
         _log.warning(
             "inotify cannot %s: %s; going on by timed looks, %s",
             act,

@@ -25,6 +25,8 @@ COMMANDS = [
     "demo",
     "config",
     "status",
+    "top",
+    "report",
     "ls",
     "show",
     "claim",

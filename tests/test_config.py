@@ -22,6 +22,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "db": "rollouts.db",
         "run_dir": "run",
         "job": None,
+        "metrics_dir": None,
         "ready_when": ReadyWhen.AUTO,
         "samples": Samples.TERMINAL,
         "batch_size": 64,

@@ -644,7 +644,7 @@ class TestWaiting:
         with running(tmp_path) as it:
             it.go()
             assert it.status.source.running == 3
-            assert "3 environments are running" in it.reasons["waiting-for-environments"]
+            assert "not complete yet: 3 environments" in it.reasons["waiting-for-environments"]
             assert it.status.state == "waiting"
 
 

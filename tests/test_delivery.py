@@ -568,7 +568,7 @@ class TestOutOfReach:
                 reason = it.status.reasons[0]
                 assert (reason.code, reason.text, reason.remedy) == (
                     "source-unavailable",
-                    "the disk is broken",
+                    "the rollout database cannot be read: the disk is broken",
                     "mend it",
                 )
                 assert reason.since == pytest.approx(1_796_000_000 + tries[0], abs=1)
@@ -640,7 +640,7 @@ class TestReasons:
         complete(rollouts, 3)
         with running(tmp_path, linger_seconds=100) as it:
             it.go()
-            assert it.reasons["linger"].startswith("3 environments are complete")
+            assert it.reasons["linger"].endswith("about to be published: 3 environments")
             assert it.status.state == "delivering"
 
     def test_a_deleted_environment_that_gets_rows_is_not_running(

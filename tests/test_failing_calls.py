@@ -16,7 +16,7 @@ import pytest
 
 from spoold import fs
 from spoold.errors import SpoolWriteError
-from spoold.spool.statusfile import SEVERE
+from spoold.reasons import SEVERE
 from tests.crash import acts, faults, verdict
 from tests.crash.syscalls import Call, watching
 from tests.support.daemons import Running

@@ -310,6 +310,14 @@ def _(folder: Path, settings: dict[str, Any]) -> Any:
     return "retired" if os.listdir(it.run.retired) else "neither"
 
 
+@EFFECTS.row("metrics_dir", "metrics", by_default=[], then=["spoold-run"])
+def _(folder: Path, settings: dict[str, Any]) -> Any:
+    complete(begin(folder), 1)
+    (folder / "metrics").mkdir()
+    after_one_go(folder, {name: folder / value for name, value in settings.items()})
+    return [file.name.rpartition("-")[0] for file in (folder / "metrics").iterdir()]
+
+
 def _stderr_of_once(folder: Path, settings: dict[str, Any]) -> str:
     complete(begin(folder), 1)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]

@@ -27,6 +27,8 @@ COMMANDS: Final = {
     "demo": "run",
     "config": "config",
     "status": "status",
+    "top": "top",
+    "report": "report",
     "ls": "ls",
     "show": "ls",
     "claim": "move",

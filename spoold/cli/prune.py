@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
+from spoold.cli import terminal
 from spoold.cli.move import open_whole, step_type
+from spoold.cli.progress import progress
 from spoold.cli.words import counted, debug_option, run_dir_argument, say
 from spoold.spool import prune as pruning
 
@@ -29,7 +33,13 @@ def prune(run_dir: str, before_step: int | None, retired: bool) -> None:
     run = open_whole(run_dir)
     ready, unsettled = pruning.prunable(run, before_step)
     number = size_bytes = 0
-    for found in ready:
+    # Where a person sees the paths go by, these are the progress.
+    watched = (
+        ready
+        if terminal.is_terminal(sys.stdout)
+        else progress(ready, total=len(ready), what="removing batches")
+    )
+    for found in watched:
         size = pruning.remove(run, found)
         if size is not None:
             number += 1

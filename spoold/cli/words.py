@@ -18,6 +18,7 @@ __all__ = [
     "printable",
     "run_dir_argument",
     "say",
+    "size",
 ]
 
 LOGS_ERRORS: Final = "logs_errors"
@@ -63,6 +64,14 @@ def counted(number: int, word: str) -> str:
     if number == 1:
         return f"1 {word}"
     return f"{number:,} {word}{'es' if word.endswith('ch') else 's'}"
+
+
+def size(number: int) -> str:
+    """Return `12 bytes`, `3.4 MiB`, `120.0 GiB`."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if number >= 1 << power:
+            return f"{number / (1 << power):.1f} {unit}"
+    return counted(number, "byte")
 
 
 def _remember_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:

@@ -75,6 +75,9 @@ def run(
                         daemon.once()
                     else:
                         _serve(daemon, hints, signals, service, read_again)
+                except SpooldError as error:
+                    daemon.failed(error)
+                    raise
                 finally:
                     service.stopping()
                     daemon.stop()
@@ -135,6 +138,7 @@ def _serve(
     _watch_source(daemon, hints)
     service.ready()
     while not signals.stopping:
+        daemon.hear(hints.problem)
         pause = daemon.step()
         service.progress()
         service.status(daemon.report.sentence)

@@ -7,13 +7,36 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from spoold.spool.statusfile import SEVERE, Reason
+from spoold.errors import (
+    ConfigError,
+    SourceReplaced,
+    SourceSchemaError,
+    SourceUnavailable,
+    SpooldError,
+    SpoolLocked,
+    SpoolWriteError,
+)
+from spoold.reasons import SEVERE
+from spoold.spool.statusfile import Reason
 
-__all__ = ["Conditions"]
+__all__ = ["Conditions", "code_of"]
 
 log = logging.getLogger("spoold.daemon")
 
 FIRST_REMINDER_SECONDS: Final = 60.0
+_CODES: Final = (
+    (SourceUnavailable, "source-unavailable"),
+    (SourceSchemaError, "source-schema"),
+    (SourceReplaced, "source-replaced"),
+    (SpoolLocked, "lock-lost"),
+    (SpoolWriteError, "write-failed"),
+    (ConfigError, "settings"),
+)
+
+
+def code_of(error: SpooldError) -> str:
+    """Return the code of the reason that an error is when it ends the daemon."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), "bug")
 
 
 @dataclass(slots=True)
@@ -35,11 +58,14 @@ class Conditions:
         self._holding: dict[str, _Condition] = {}
         self.changes = 0
 
-    def begin(self, code: str, text: str, remedy: str = "", *, now: float) -> None:
-        """Note that a reason holds; `text` may change while it does."""
+    def begin(self, code: str, detail: str = "", remedy: str = "", *, now: float) -> None:
+        """Note that a reason holds; `detail` may change while it does.
+
+        The words are those of `spoold.reasons`; a remedy given here fits the case better.
+        """
         held = self._holding.get(code)
         since = held.reason.since if held is not None else self._wall()
-        reason = Reason(code=code, since=since, text=text, remedy=remedy)
+        reason = Reason.of(code, detail, remedy, since=since)
         if held is None:
             held = _Condition(reason, now, now)
             self._holding[code] = held
@@ -51,7 +77,8 @@ class Conditions:
             elapsed = now - held.began
             held.remind_at = now + max(FIRST_REMINDER_SECONDS, elapsed)
             level = logging.WARNING if code in SEVERE else logging.DEBUG
-            fields = {"reason": code, "what": text, "remedy": remedy, "for": round(elapsed)}
+            said = {"what": reason.text, "remedy": reason.remedy}
+            fields = {"reason": code, **said, "for": round(elapsed)}
             log.log(level, "waiting", extra={"fields": fields})
 
     def end(self, *codes: str, now: float) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from spoold.config import Settings
 from spoold.errors import SpooldError, SpoolWriteError
 from spoold.layout import BatchName, RunDir
 from spoold.ledger import Entry
+from spoold.metrics import Durations
 from spoold.model import Note, Sample, StepRow
 from spoold.policy import GroupPlan, Plan, Unit
 from spoold.sources import Source
@@ -43,6 +46,9 @@ class Counts:
     latest_note: LatestNote | None = None
     bad_in_a_row: int = 0
     """Rows that nobody could use, with no good one between them."""
+    notes: Counter[str] = field(default_factory=Counter)
+    durations: Durations = field(default_factory=Durations)
+    latest_weights: tuple[int, int] | None = None
 
     def published(self) -> Published:
         """Return what was published, as status shows it."""
@@ -73,6 +79,7 @@ class Written:
     name: BatchName
     entry: Entry
     size_bytes: int
+    seconds: float
 
 
 class Delivery:
@@ -201,6 +208,7 @@ class Delivery:
         self.inventory.noted(file_name, note.environment, note.reason)
         if note.reason != MISSING_ROW:
             self.plan.lose(note.environment, group, now)
+        self.counts.notes[note.reason] += 1
         self.counts.latest_note = LatestNote(
             environment=note.environment, reason=note.reason, file=file_name
         )
@@ -295,12 +303,13 @@ class Delivery:
 
     def _write(self, seq: int, samples: list[Sample]) -> Written:
         """Make a batch and publish it. Runs in the helper thread: changes nothing that is known."""
+        began = time.monotonic()
         name, data = codec.build_batch(seq, samples)
         publish(self.run, self.lock, name, data)
         env_ids = {sample.environment: sample.env_id for sample in samples}
         environments = tuple(sorted(env_ids))
-        size_bytes = sum(map(len, data))
-        return Written(name, Entry(environments, env_ids[environments[-1]]), size_bytes)
+        entry = Entry(environments, env_ids[environments[-1]])
+        return Written(name, entry, sum(map(len, data)), time.monotonic() - began)
 
     def _take_in(self, written: Written, collected: Collected, job: str, now: float) -> None:
         name, entry, counts = written.name, written.entry, self.counts
@@ -310,6 +319,8 @@ class Delivery:
         counts.environments += len(entry.environments)
         counts.size_bytes += written.size_bytes
         counts.last_published = self._wall()
+        counts.latest_weights = name.lo, name.hi
+        counts.durations.add(written.seconds)
         fields = {
             "batch": name.id,
             "environments": len(entry.environments),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final
 
@@ -12,6 +13,7 @@ from spoold.config import Settings
 from spoold.daemon.conditions import Conditions
 from spoold.errors import SourceUnavailable
 from spoold.layout import RunDir
+from spoold.metrics import Durations
 from spoold.model import Candidate, Look
 from spoold.policy import Backoff
 from spoold.sources import Source, open_source
@@ -41,8 +43,10 @@ class Looking:
         conditions: Conditions,
         *,
         waiting_groups: Callable[[], Collection[str]],
+        wall: Callable[[], float],
     ) -> None:
         self._waiting_groups = waiting_groups
+        self._wall = wall
         self.settings = settings
         self.run = run
         self.source = self._new_source()
@@ -57,6 +61,10 @@ class Looking:
         self._gone = BitMap64()
         # Until it is known which groups are closed nothing else is looked at.
         self._learning_groups = False
+        # Whether a reconcile came to its end since the source was opened.
+        self.looked_through = False
+        self.durations = Durations()
+        self.last_look: float | None = None
 
     def _new_source(self) -> Source:
         settings = self.settings
@@ -124,7 +132,7 @@ class Looking:
         """Close the source; it is opened again when it is needed."""
         self.is_open = False
         self._reconcile = None
-        self._learning_groups = False
+        self._learning_groups = self.looked_through = False
         self.source.close()
 
     def start_over(self) -> None:
@@ -135,6 +143,7 @@ class Looking:
     def failed(self, error: SourceUnavailable, now: float) -> None:
         """Note that the source is out of reach, and pause."""
         self.close()
+        self._conditions.end("first-look", now=now)
         pause = self._backoff.failed(now)
         self._conditions.begin("source-unavailable", error.message, error.hint, now=now)
         log.debug("source failed", extra={"fields": {"error": str(error), "pause": pause}})
@@ -170,6 +179,7 @@ class Looking:
                 self._begin(inventory, now, with_groups=False)
         if self._reconcile is not None:
             look = next(self._reconcile, None)
+            self._note_progress(look, now)
             if look is None:
                 self._reconcile = None
             else:
@@ -185,7 +195,9 @@ class Looking:
 
     def _look(self, inventory: Inventory, now: float) -> Iterator[Look]:
         if self.source.changed():
+            began = time.monotonic()
             look = self.source.look(inventory.skip)
+            self.durations.add(time.monotonic() - began)
             # RACE: after the look, so that what it has seen is what is verified. Where it is not
             # taken in, a reconcile comes.
             self._verify(inventory.latest(), inventory)
@@ -198,7 +210,17 @@ class Looking:
                 inventory.undelivered = True
                 return
             yield look
+        self.last_look = self._wall()
         self._look_at = now + next(self._peeks, self.settings.scan_seconds)
+
+    def _note_progress(self, look: Look | None, now: float) -> None:
+        """Say how far the first reconcile has come; the others nobody waits for."""
+        if look is None:
+            self.looked_through = True
+            self._conditions.end("first-look", now=now)
+        elif not self.looked_through and look.highest and look.reached < look.highest:
+            detail = f"{look.reached:,} of {look.highest:,} environments"
+            self._conditions.begin("first-look", detail, now=now)
 
     def _verify(self, remembered: Mapping[int, str], inventory: Inventory) -> None:
         gone = self.source.verify(remembered, inventory.highest_environment) - self._gone

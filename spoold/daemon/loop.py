@@ -16,9 +16,10 @@ from pyroaring import BitMap64
 
 from spoold import fs
 from spoold.config import Settings
-from spoold.daemon.conditions import Conditions
+from spoold.daemon.conditions import Conditions, code_of
 from spoold.daemon.delivery import BAD_ROWS, Delivery
 from spoold.daemon.looking import Looking
+from spoold.daemon.notices import ClockWatch, note_spool
 from spoold.daemon.report import Report
 from spoold.daemon.requeue import Requeue
 from spoold.daemon.retention import Retention
@@ -26,6 +27,7 @@ from spoold.daemon.waiting import unknown_groups
 from spoold.errors import (
     SourceReplaced,
     SourceUnavailable,
+    SpooldError,
     SpoolHeld,
     SpoolLocked,
     SpoolWriteError,
@@ -65,8 +67,10 @@ class Daemon:
         self._batches_at_failure = -1
         self._overdue = Overdue(seconds=settings.missing_row_seconds)
         self._told_late = BitMap64()
-        self.report = Report(self.conditions, wall)
+        self.report = Report(settings, self.conditions, wall)
         self._is_unknown = False
+        self._clock_watch = ClockWatch(wall=wall(), now=clock())
+        self._end_state = "stopped"
 
     # --- from start to stop ----------------------------------------------------------------------
 
@@ -76,7 +80,11 @@ class Daemon:
         self.run = run
         self.lock = lock
         self.looking = Looking(
-            settings, run, self.conditions, waiting_groups=lambda: unknown_groups(self.plan)
+            settings,
+            run,
+            self.conditions,
+            waiting_groups=lambda: unknown_groups(self.plan),
+            wall=self.wall,
         )
         retired = finish_retirement(run)
         if retired is not None:
@@ -124,7 +132,7 @@ class Daemon:
             self.delivery.finish(self.looking.source.job, self.clock())
             if self.lock.still_held() and not self._is_unknown:
                 self.numbers.give_back()
-                self.report.write("stopped", self.looking, self.delivery, self.clock())
+                self.report.write(self._end_state, self.looking, self.delivery, self.clock())
         except (SpoolWriteError, SpoolLocked) as error:
             log.warning("stopping", extra={"fields": {"failed": str(error)}})
         finally:
@@ -135,6 +143,18 @@ class Daemon:
 
     def _new_inventory(self, run: RunDir) -> Inventory:
         return Inventory(run, relist_seconds=self.settings.rescan_seconds)
+
+    def failed(self, error: SpooldError) -> None:
+        """Take in what ends the daemon: `stop` leaves it in the last report, for status."""
+        self._end_state = "failed"
+        self.conditions.begin(code_of(error), error.message, error.hint, now=self.clock())
+
+    def hear(self, problem: tuple[str, str] | None) -> None:
+        """Take in why there are no hints (what, remedy), or that there are."""
+        if problem is not None:
+            self.conditions.begin("hints-off", *problem, now=self.clock())
+        else:
+            self.conditions.end("hints-off", now=self.clock())
 
     def _new_plan(self) -> Plan | GroupPlan:
         settings = self.settings
@@ -153,6 +173,7 @@ class Daemon:
         self.settings = settings
         self.looking.reload(settings, self.clock())
         self.delivery.reload(settings)
+        self.report.reload(settings)
         self._requeue.reload(settings)
         self._retention.keep_steps = settings.keep_steps
         self._overdue.seconds = settings.missing_row_seconds
@@ -182,6 +203,7 @@ class Daemon:
     def step(self) -> float:
         """Do what is due. Returns the seconds after which something is due again, 0 for now."""
         now = self.clock()
+        self._clock_watch.look(self.conditions, wall=self.wall(), now=now)
         try:
             self._step(now)
             if now >= self._write_backoff.until and self._can_write():
@@ -227,9 +249,7 @@ class Daemon:
         log.debug("write failed", extra={"fields": {"error": str(error), "pause": pause}})
 
     def _pause(self, now: float) -> float:
-        dues = [self._refresh_at]
-        if (due := self.report.due_at()) is not None:
-            dues.append(due)
+        dues = [self._refresh_at, self.report.due_at()]
         if self._is_unsettled():
             dues.append(now + UNSETTLED_SECONDS)
         if now < self._write_backoff.until:
@@ -265,28 +285,26 @@ class Daemon:
             self.inventory.refresh(now=now)
         failed = self._requeue.failed
         if failed is not None:
-            text = f"what a dead consumer holds cannot be requeued: {failed.message}"
-            self.conditions.begin("requeue-failed", text, failed.hint, now=now)
+            self.conditions.begin("requeue-failed", failed.message, failed.hint, now=now)
         else:
             self.conditions.end("requeue-failed", now=now)
         # Of a daemon that was killed between its publish and the removal of the note.
         notes = self.inventory.missing_row_notes
         self.delivery.drop_missing_row_notes([one for one in notes if one in self.inventory.skip])
         self._retention.tend(self.inventory)
+        note_spool(self.conditions, self.inventory, self._requeue.gone, now)
 
     def _may_read(self, now: float) -> bool:
         """Whether anything may be published; the conditions say why not."""
         inventory, settings = self.inventory, self.settings
         if inventory.unreadable:
             error = inventory.unreadable[0]
-            remedy = error.hint or "make it readable for this user, or move it away"
-            self.conditions.begin("unreadable", error.message, remedy, now=now)
+            self.conditions.begin("unreadable", error.message, error.hint, now=now)
             return False
         self.conditions.end("unreadable", now=now)
         if self.delivery.counts.bad_in_a_row >= BAD_ROWS:
-            text = f"{BAD_ROWS} bad environments in a row, no good one between"
-            remedy = f"look at the newest notes in {self.run.rejected}, then restart spoold"
-            self.conditions.begin("bad-rows", text, remedy, now=now)
+            text = f"{BAD_ROWS} bad environments, no good one between them"
+            self.conditions.begin("bad-rows", text, now=now)
             return False
         over = pressure(
             batches=inventory.pending_batches + self.delivery.in_flight,
@@ -301,11 +319,10 @@ class Daemon:
             return True
         if over.code == "min_free_bytes":
             text = f"{over.value} bytes are free on {self.run.root}, fewer than {over.mark}"
-            self.conditions.begin("disk-space", text, "free some space", now=now)
+            self.conditions.begin("disk-space", text, now=now)
         else:
             text = f"{over.value} in pending/ reach {over.code} = {over.mark}"
-            remedy = "start a trainer, or raise the mark"
-            self.conditions.begin("backpressure", text, remedy, now=now)
+            self.conditions.begin("backpressure", text, now=now)
         return False
 
     # --- looking ---------------------------------------------------------------------------------
@@ -461,7 +478,7 @@ class Daemon:
         """Publish every batch that is due at `now`."""
         while units := self.plan.next_batch(now):
             if not self._may_read(now):
-                reason = self.conditions.reasons()[0]
+                reason = next(r for r in self.conditions.reasons() if r.code in HOLD_CODES)
                 raise SpoolHeld(reason.text, hint=reason.remedy)
             self.delivery.deliver(self.looking.source, units, now)
         self.delivery.finish(self.looking.source.job, now)

@@ -8,11 +8,15 @@ from collections.abc import Callable
 from typing import Final
 
 from spoold import __version__
+from spoold.config import Settings
 from spoold.daemon.conditions import Conditions
 from spoold.daemon.delivery import Delivery
+from spoold.daemon.lag import Lag
 from spoold.daemon.looking import Looking
+from spoold.daemon.measuring import measure
 from spoold.daemon.waiting import Waiting, note_waiting, waiting_groups
 from spoold.errors import SpoolWriteError
+from spoold.metrics import Textfile
 from spoold.spool import statusfile
 
 __all__ = ["Report"]
@@ -20,15 +24,20 @@ __all__ = ["Report"]
 log = logging.getLogger("spoold.daemon")
 
 STATUS_SECONDS: Final = 1.0
+HEARTBEAT_SECONDS: Final = 30.0
 
 
 class Report:
     """Writes status.json when something in it changed, at most once a second.
 
-    `sentence` says the same in one line: the first reason of status, where there is one.
+    When nothing changes it is written twice a minute, so that silence means something. `sentence`
+    says the same in one line: the first reason of status, where there is one. Metrics, where they
+    are on, are written every few seconds.
     """
 
-    def __init__(self, conditions: Conditions, wall: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: Settings, conditions: Conditions, wall: Callable[[], float]
+    ) -> None:
         self.sentence = "starting"
         self._conditions = conditions
         self._wall = wall
@@ -37,10 +46,20 @@ class Report:
         self._told: tuple[object, ...] = ()
         self._is_old = False
         self._write_at = 0.0
+        self._heartbeat_at = 0.0
+        self._lag = Lag()
+        self._metrics = _textfile(settings)
+        if self._metrics is not None:
+            self._metrics.check()
 
-    def due_at(self) -> float | None:
-        """Return when the next report is due; None while nothing in it changed."""
-        return self._write_at if self._is_old else None
+    def reload(self, settings: Settings) -> None:
+        """Go on with other settings."""
+        self._metrics = _textfile(settings)
+
+    def due_at(self) -> float:
+        """Return when something is to be written."""
+        due = self._write_at if self._is_old else self._heartbeat_at
+        return due if self._metrics is None else min(due, self._metrics.due_at)
 
     def tell(self, state: str, looking: Looking, delivery: Delivery, now: float) -> None:
         """Write a report if one is due."""
@@ -57,23 +76,31 @@ class Report:
             plan.changes,
             len(looking.source.missing),
             len(delivery.unrewarded),
+            looking.looked_through,
             self._conditions.changes,
         )
-        self._is_old = self._is_old or facts != self._told
+        self._is_old = self._is_old or facts != self._told or now >= self._heartbeat_at
         self._told = facts
         if self._is_old and now >= self._write_at:
             self.write(state, looking, delivery, now)
+        elif self._metrics is not None and now >= self._metrics.due_at:
+            status = self._status(state, looking, delivery, now)
+            self._metrics.write(measure(status, looking, delivery), now)
 
     def write(self, state: str, looking: Looking, delivery: Delivery, now: float) -> None:
         """Write a report. One that cannot be written is left out: the next one tells more."""
         self._is_old = False
         self._write_at = now + STATUS_SECONDS
+        self._heartbeat_at = now + HEARTBEAT_SECONDS
         status = self._status(state, looking, delivery, now)
         self.sentence = _sentence(status)
         try:
-            statusfile.write(delivery.run, statusfile.stamped(status, self._wall()))
+            statusfile.write(delivery.run, status)
         except (SpoolWriteError, OSError) as error:
             log.debug("status not written", extra={"fields": {"error": str(error)}})
+        has_ended = state in ("stopped", "failed")
+        if self._metrics is not None and (has_ended or now >= self._metrics.due_at):
+            self._metrics.write(measure(status, looking, delivery), now)
 
     def _status(
         self, state: str, looking: Looking, delivery: Delivery, now: float
@@ -82,7 +109,7 @@ class Report:
         settings = delivery.settings
         delivery.unrewarded.difference_update(inventory.skip)
         waiting = Waiting(
-            is_open=looking.is_open,
+            is_open=looking.is_open and looking.looked_through,
             running=looking.running,
             ready=len(plan),
             missing_rows=len(delivery.missing_rows(source)),
@@ -92,12 +119,15 @@ class Report:
             group_size=settings.group_size,
         )
         note_waiting(self._conditions, waiting, now)
+        published = delivery.counts.environments
+        oldest = self._lag.update(published=published, ready=len(plan), now=now)
+        wall = self._wall()
         return statusfile.Status(
             version=__version__,
             pid=os.getpid(),
             host=self._host,
             started=self._started,
-            updated=0.0,
+            updated=wall,
             job=source.job or settings.job or "",
             url=source.url,
             ready_when=source.ready_when.value,
@@ -108,7 +138,8 @@ class Report:
                 ready=waiting.ready,
                 missing_rows=waiting.missing_rows,
                 without_reward=waiting.unrewarded,
-                groups=waiting_groups(plan, settings.group_size, now, self._wall()),
+                groups=waiting_groups(plan, settings.group_size, now, wall),
+                oldest_ready=None if oldest is None else wall - (now - oldest),
             ),
             published=delivery.counts.published(),
             delivered=inventory.delivered,
@@ -116,6 +147,11 @@ class Report:
                 notes=inventory.note_count, latest=delivery.counts.latest_note
             ),
         )
+
+
+def _textfile(settings: Settings) -> Textfile | None:
+    folder = settings.metrics_dir
+    return None if folder is None else Textfile(folder, settings.run_dir)
 
 
 def _sentence(status: statusfile.Status) -> str:

@@ -24,13 +24,17 @@ log = logging.getLogger("spoold.daemon")
 
 
 class Requeue:
-    """Tends the folders of consumers that hold batches."""
+    """Tends the folders of consumers that hold batches.
+
+    `gone`: who of them is dead, and how many batches each holds.
+    """
 
     def __init__(self, run: RunDir, settings: Settings) -> None:
         self.run = run
         self.max_attempts = settings.max_attempts
         self.abandoned = Abandoned(seconds=settings.requeue_seconds)
         self.failed: SpoolWriteError | None = None
+        self.gone: dict[str, int] = {}
 
     def reload(self, settings: Settings) -> None:
         """Go on with other settings; who was seen free stays seen."""
@@ -50,7 +54,9 @@ class Requeue:
             if (names := [name for name in map(BatchName.parse, shelf.names) if name])
         }
         free = [name for name in held if self._is_free(name)]
-        return sum(self._move(name, held[name]) for name in self.abandoned.seen(free, now))
+        due = self.abandoned.seen(free, now)
+        self.gone = {name: len(held[name]) for name in free if name not in due}
+        return sum(self._move(name, held[name]) for name in due)
 
     def _is_free(self, consumer: str) -> bool:
         try:

@@ -35,26 +35,14 @@ class Waiting:
 def note_waiting(conditions: Conditions, waiting: Waiting, now: float) -> None:
     """Begin and end the reasons that belong to a healthy run."""
     facts = {
-        "waiting-for-environments": (
-            waiting.running,
-            f"{waiting.running} environments are running",
-        ),
+        "waiting-for-environments": (waiting.running, _environments(waiting.running)),
         "groups-incomplete": (waiting.groups, _groups_words(waiting)),
-        "missing-rows": (
-            waiting.missing_rows,
-            f"{waiting.missing_rows} environments are finished and have no usable row",
-        ),
-        "null-rewards": (
-            waiting.unrewarded,
-            f"{waiting.unrewarded} complete environments wait for a reward (null_reward = wait)",
-        ),
-        "linger": (waiting.ready, f"{waiting.ready} environments are complete, not yet a batch"),
+        "missing-rows": (waiting.missing_rows, _environments(waiting.missing_rows)),
+        "null-rewards": (waiting.unrewarded, _environments(waiting.unrewarded)),
+        "linger": (waiting.ready, _environments(waiting.ready)),
     }
     anything = any(holds for holds, _ in facts.values())
-    facts["source-empty"] = (
-        waiting.is_open and not anything,
-        "no environment is running, and all that completed is delivered or set aside",
-    )
+    facts["source-empty"] = (waiting.is_open and not anything, "")
     for code, (holds, text) in facts.items():
         if holds:
             conditions.begin(code, text, now=now)
@@ -62,12 +50,16 @@ def note_waiting(conditions: Conditions, waiting: Waiting, now: float) -> None:
             conditions.end(code, now=now)
 
 
+def _environments(number: int) -> str:
+    return f"{number:,} environment{'' if number == 1 else 's'}"
+
+
 def _groups_words(waiting: Waiting) -> str:
-    words = f"{waiting.groups} groups wait for members"
+    words = f"{waiting.groups:,} group{'' if waiting.groups == 1 else 's'}"
     group = waiting.first_group
     if group is None:
         return words
-    words += f": {group.key} has {len(group.complete)} of {waiting.group_size}"
+    words += f"; {group.key} has {len(group.complete)} of {waiting.group_size}"
     for what, who in (("waits for", group.missing), ("set aside:", sorted(group.lost))):
         if who:
             words += f", {what} {', '.join(map(str, who[:5]))}{', …' if len(who) > 5 else ''}"

@@ -21,6 +21,7 @@ import sqlite3
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from pyroaring import BitMap64
@@ -334,7 +335,7 @@ class SqliteSource:
                 first = stop
                 continue
             look, first = self._reconcile_slice(first, stop, skip)
-            yield look
+            yield replace(look, reached=first - 1, highest=end - 1)
         with self._transaction() as (connection, schema):
             end = heights_of(connection, schema).environments + 1
         gone = self._watched.reconciled(end, max(end, self._watched.highest + 1), Found(), skip)

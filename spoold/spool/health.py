@@ -10,22 +10,25 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from spoold import fs
+from spoold.errors import SpoolWriteError
 from spoold.layout import RunDir, State
+from spoold.reasons import SEVERE
 from spoold.spool import overview, statusfile
-from spoold.spool.overview import ConsumerFolder, Count, Overview
-from spoold.spool.statusfile import SEVERE, Reason, Status
+from spoold.spool.overview import MANY_NOTES, ConsumerFolder, Count, Overview
+from spoold.spool.statusfile import Reason, Status
 
 __all__ = ["MANY_NOTES", "Health", "take"]
 
 FORMAT: Final = 1
-MANY_NOTES: Final = 1000
-_SEVERE_HERE: Final = SEVERE | {"daemon-gone", "held", "status-unusable"}
+SILENT_SECONDS: Final = 120.0
+LITTLE_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     """A run directory at one moment.
 
+    `since`: since when the oldest batch lies in pending/ and in inflight/, None for none.
     `running` is told by the lock alone. `said` is the daemon's last report, `said_problem` why it
     cannot be used. `reasons`: why nothing or less is delivered now, the severe ones among them.
     """
@@ -37,11 +40,13 @@ class Health:
     said_problem: str
     consumers: tuple[ConsumerFolder, ...]
     reasons: tuple[Reason, ...]
+    since: dict[State, float | None]
+    free_bytes: int | None
 
     @property
     def severe(self) -> tuple[Reason, ...]:
         """The reasons for which a person should come."""
-        return tuple(reason for reason in self.reasons if reason.code in _SEVERE_HERE)
+        return tuple(reason for reason in self.reasons if reason.code in SEVERE)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the contract of `spoold status --json`; keys are added, never changed."""
@@ -66,8 +71,15 @@ class Health:
                 }
                 for state in State
             },
+            "since": {state.value: at for state, at in self.since.items()},
+            "free_bytes": self.free_bytes,
             "consumers": [
-                {"name": each.name, "alive": each.alive, **each.count._asdict()}
+                {
+                    "name": each.name,
+                    "alive": each.alive,
+                    **each.count._asdict(),
+                    "since": each.since,
+                }
                 for each in self.consumers
             ],
             "notes": {"count": len(view.notes), "by_reason": view.notes_by_reason()},
@@ -81,50 +93,98 @@ def take(run: RunDir, *, now: float) -> Health:
     view = overview.take(run)
     running = fs.lock_is_held(run.lock)
     said, problem = statusfile.read(run)
+    consumers = tuple(view.consumers())
+    free_bytes, is_read_only = _disk(run)
+    reasons = [*_about_disk(run, free_bytes, is_read_only, now)]
+    reasons += _about_files(view, problem, now)
+    if running:
+        reasons += _about_running(said, now, known=reasons)
+    else:
+        reasons += _about_gone(view, running, said, now)
+        reasons += _about_dead(consumers, now)
     return Health(
         overview=view,
         running=running is True,
         holder=fs.holder_of(run.lock) if running else "",
         said=said,
         said_problem=problem,
-        consumers=tuple(view.consumers()),
-        reasons=tuple(_reasons(view, running, said, problem, now)),
+        consumers=consumers,
+        reasons=tuple(sorted(reasons, key=lambda reason: reason.code not in SEVERE)),
+        since={state: view.oldest_since(state) for state in (State.PENDING, State.INFLIGHT)},
+        free_bytes=free_bytes,
     )
 
 
-def _reasons(
-    view: Overview, running: bool | None, said: Status | None, problem: str, now: float
+def _disk(run: RunDir) -> tuple[int | None, bool]:
+    """Return the free bytes and whether the file system is mounted read-only."""
+    try:
+        return fs.free_bytes(run.root), fs.is_read_only(run.root)
+    except (SpoolWriteError, FileNotFoundError):
+        return None, False
+
+
+def _about_disk(
+    run: RunDir, free_bytes: int | None, is_read_only: bool, now: float
 ) -> list[Reason]:
-    reasons = [
-        Reason(code="unreadable", since=now, text=error.message, remedy=error.hint)
-        for error in view.unreadable
-    ]
+    """Return what keeps the daemon from saying anything itself: its report cannot be written."""
+    if is_read_only:
+        return [Reason.of("read-only", run.root, since=now)]
+    if free_bytes is not None and free_bytes < LITTLE_BYTES:
+        return [Reason.of("disk-space", f"{free_bytes} bytes are free on {run.root}", since=now)]
+    return []
+
+
+def _about_files(view: Overview, problem: str, now: float) -> list[Reason]:
+    reasons = []
+    if view.unreadable:
+        first, *others = view.unreadable
+        more = f" (and {len(others)} more)" if others else ""
+        reasons.append(Reason.of("unreadable", first.message + more, first.hint, since=now))
     if problem:
-        reasons.append(
-            Reason(code="status-unusable", since=now, text=problem, remedy="restart the daemon")
-        )
-    if running:
-        reasons += said.reasons if said is not None else ()
-        if said is not None and said.state == "held" and not _is_severe(reasons):
-            reasons.append(
-                Reason(
-                    code="held",
-                    since=said.updated,
-                    text="the daemon holds delivery back",
-                    remedy="read its log",
-                )
-            )
-        return reasons
-    if running is None:
-        text, since = "no daemon ever ran here", now
-    elif said is not None and said.state == "stopped":
-        text, since = "the daemon was stopped", said.updated
+        reasons.append(Reason.of("status-unusable", problem, since=now))
+    return reasons
+
+
+def _about_running(said: Status | None, now: float, *, known: list[Reason]) -> list[Reason]:
+    """Return what a daemon that runs says, or that it says nothing."""
+    if said is None:
+        return []
+    codes = {reason.code for reason in known}
+    reasons = [reason for reason in said.reasons if reason.code not in codes]
+    if now - said.updated > SILENT_SECONDS:
+        reasons.append(Reason.of("daemon-silent", since=said.updated))
+    if said.state == "held" and not reasons:
+        reasons.append(Reason.of("held", since=said.updated))
+    return reasons
+
+
+def _about_gone(
+    view: Overview, running: bool | None, said: Status | None, now: float
+) -> list[Reason]:
+    """Return that no daemon runs, and what ended the last one."""
+    ended: tuple[Reason, ...] = ()
+    if said is None:
+        detail, since = "none ever ran" if running is None else "it was killed or crashed", now
+    elif said.state == "stopped":
+        detail, since = "it was stopped", said.updated
+    elif said.state == "failed":
+        detail, since = "it ended by an error", said.updated
+        ended = tuple(reason for reason in said.reasons if reason.code in SEVERE)
     else:
-        text, since = "the daemon is gone", said.updated if said is not None else now
+        detail, since = "it was killed or crashed", said.updated
     url = said.url if said is not None else "URL"
     remedy = f"`spoold run --db {url} --run-dir {view.run.root}` starts it"
-    return [Reason(code="daemon-gone", since=since, text=text, remedy=remedy), *reasons]
+    return [Reason.of("daemon-gone", detail, remedy, since=since), *ended]
 
 
-def _is_severe(reasons: list[Reason]) -> bool:
-    return any(reason.code in SEVERE for reason in reasons)
+def _about_dead(consumers: tuple[ConsumerFolder, ...], now: float) -> list[Reason]:
+    """Return which dead consumers hold batches: while no daemon runs nobody else says so."""
+    dead = [each for each in consumers if not each.alive and each.count.batches]
+    if not dead:
+        return []
+    detail = "; ".join(
+        f"{each.name} holds {each.count.batches} batch{'' if each.count.batches == 1 else 'es'}"
+        for each in dead
+    )
+    remedy = "start it again under its name, or start the daemon, which requeues them"
+    return [Reason.of("consumer-gone", detail, remedy, since=now)]

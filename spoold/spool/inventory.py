@@ -34,6 +34,7 @@ from spoold.spool import ledgerdir
 from spoold.spool.contents import entry_of
 from spoold.spool.moves import Found, set_aside
 from spoold.spool.shelves import Pass, Shelves
+from spoold.spool.tally import Tally
 
 __all__ = ["MISSING_ROW", "Inventory"]
 
@@ -77,6 +78,7 @@ class Inventory:
         self.undelivered = False
         self.pending_batches = 0
         self.pending_bytes = 0
+        self.tally = Tally()
         self._noted: set[str] = set()
         self._held: dict[str, Held] = {}
         self._todo: dict[str, list[tuple[Place, str]]] = {}
@@ -91,6 +93,11 @@ class Inventory:
     def unsettled(self) -> bool:
         """Whether something waits for another pass: a batch that moved, or seems to be missing."""
         return bool(self._todo or self._absent)
+
+    @property
+    def unknown(self) -> Set[str]:
+        """The paths, relative to the run directory, that are neither batch nor note."""
+        return self._reported
 
     @property
     def delivered(self) -> int:
@@ -331,6 +338,10 @@ class Inventory:
                 log.info("batch moved", extra={"fields": fields | {"from": was.path}})
             else:
                 log.debug("batch found", extra={"fields": fields})
+        if held is not None:
+            self.tally.moved(held.place, place, held.file_name, file_name)
+        elif in_ledger:
+            self.tally.moved(Place(State.ACKED), place, plain_name(batch_id), file_name)
         self._count_pending(held, place, size)
         self._held[batch_id] = Held(place, file_name, size, entry)
         if settled or entry is None:

@@ -8,6 +8,7 @@ once, one that comes back may be missed once.
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,8 +19,19 @@ from spoold.errors import ConfigError, SpoolWriteError
 from spoold.layout import NoteName, Place, RunDir, State, batch_id_of, parse_seq
 from spoold.spool.shelves import Shelves
 
-__all__ = ["BatchFile", "ConsumerFolder", "Count", "Overview", "open_run_dir", "shown", "take"]
+__all__ = [
+    "MANY_NOTES",
+    "BatchFile",
+    "ConsumerFolder",
+    "Count",
+    "Overview",
+    "open_run_dir",
+    "shown",
+    "since",
+    "take",
+]
 
+MANY_NOTES: Final = 1000
 _TOP: Final = frozenset({*State, "retired", ".spoold"})
 _HOUSE: Final = frozenset({"lock", "tmp", "ledger", "source.json", "status.json"})
 
@@ -68,16 +80,20 @@ class Count(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerFolder:
-    """A folder in inflight/. `alive`: its lock is held; None where it has no lock file."""
+    """A folder in inflight/. `alive`: its lock is held; None where it has no lock file.
+
+    `since`: when it claimed the batch with the lowest number that it holds.
+    """
 
     name: str
     alive: bool | None
     count: Count
+    since: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-    """A snapshot of a run directory.
+    """A snapshot of a run directory. `files` in order of state, folder and name.
 
     `unknown`: paths, relative to the run directory, that are neither batch nor note nor spoold's
     own. `unreadable`: what could not be listed, and therefore is not counted as empty. `settled`:
@@ -86,6 +102,7 @@ class Overview:
 
     run: RunDir
     files: tuple[BatchFile, ...]
+    slices: dict[State, tuple[int, int]]
     notes: tuple[NoteName, ...]
     unknown: tuple[str, ...]
     unreadable: tuple[SpoolWriteError, ...]
@@ -94,7 +111,14 @@ class Overview:
 
     def of(self, state: State) -> list[BatchFile]:
         """Return the batches that lie in a state."""
-        return [file for file in self.files if file.place.state is state]
+        first, end = self.slices[state]
+        return list(self.files[first:end])
+
+    def oldest_since(self, state: State, folder: str | None = None) -> float | None:
+        """Return since when the batch with the lowest number lies in a state, or in a folder."""
+        files = (f for f in self.of(state) if folder is None or f.place.folder == folder)
+        first = min(files, key=lambda file: file.id, default=None)
+        return since(self.run, first.place, first.name) if first is not None else None
 
     def by_folder(self, state: State) -> dict[str, Count]:
         """Return what lies in each folder of a state that holds batches, by name."""
@@ -116,6 +140,7 @@ class Overview:
                 name=name,
                 alive=fs.lock_is_held(self.run.consumer_lock(name)),
                 count=held.get(name, nothing),
+                since=self.oldest_since(State.INFLIGHT, name),
             )
             for name in self.consumer_names
         ]
@@ -160,6 +185,7 @@ def take(run: RunDir) -> Overview:
     return Overview(
         run=run,
         files=tuple(files),
+        slices=_slices(files),
         notes=tuple(sorted(shelves.notes(), key=lambda note: note.environment)),
         unknown=tuple(sorted([*shelves.unknown(), *_unknown_beside(run, unreadable)])),
         unreadable=tuple(unreadable),
@@ -168,7 +194,28 @@ def take(run: RunDir) -> Overview:
     )
 
 
+def since(run: RunDir, place: Place, file_name: str) -> float | None:
+    """Return since when a batch lies in a place, epoch seconds; None where it is gone.
+
+    That is its ctime, which a rename sets; mtime is when it was written.
+    """
+    try:
+        return os.stat(run.file(place, file_name)).st_ctime
+    except OSError:
+        return None  # RACE: moved since it was listed
+
+
 _ORDER: Final = {state: number for number, state in enumerate(State)}
+
+
+def _slices(files: list[BatchFile]) -> dict[State, tuple[int, int]]:
+    """Return which part of the sorted files lies in each state."""
+    slices, first = {}, 0
+    for state in State:
+        end = bisect_right(files, _ORDER[state], key=lambda file: _ORDER[file.place.state])
+        slices[state] = (first, end)
+        first = end
+    return slices
 
 
 def _unknown_beside(run: RunDir, unreadable: list[SpoolWriteError]) -> list[str]:

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass
 from types import UnionType
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from spoold import fs
 from spoold.errors import SpoolWriteError
 from spoold.layout import RunDir
+from spoold.reasons import REASONS, say
 
 __all__ = [
     "FORMAT",
-    "SEVERE",
     "LatestNote",
     "Published",
     "Reason",
@@ -29,18 +29,10 @@ __all__ = [
     "Status",
     "WaitingGroup",
     "read",
-    "stamped",
     "write",
 ]
 
 FORMAT: Final = 1
-
-SEVERE: Final = frozenset(
-    {"source-unavailable", "source-schema", "disk-space", "unreadable", "bad-rows", "write-failed"}
-)
-"""Codes of reasons for which a person should come. The others belong to a healthy run:
-backpressure, source-empty, waiting-for-environments, groups-incomplete, missing-rows, null-rewards,
-linger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +43,12 @@ class Reason:
     since: float
     text: str
     remedy: str = ""
+
+    @classmethod
+    def of(cls, code: str, detail: str = "", remedy: str = "", *, since: float) -> Reason:
+        """Return a reason in the words of `spoold.reasons`."""
+        remedy = remedy or REASONS[code].remedy
+        return cls(code=code, since=since, text=say(code, detail), remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +71,8 @@ class WaitingGroup:
 class SourceState:
     """What the last look found: running with step rows, complete and unpublished, without a row.
 
-    `without_reward` are complete but for that, under `null_reward = wait`.
+    `without_reward` are complete but for that, under `null_reward = wait`. `oldest_ready`: since
+    when the oldest of those that are complete and unpublished is known.
     """
 
     running: int = 0
@@ -81,6 +80,7 @@ class SourceState:
     missing_rows: int = 0
     without_reward: int = 0
     groups: tuple[WaitingGroup, ...] = ()
+    oldest_ready: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """One report. `state` is delivering, waiting, held (a person should come) or stopped.
+    """One report. `state` is delivering, waiting, held, stopped, or failed (ended by an error).
 
     `delivered` counts environments, over the whole life of the run directory.
     """
@@ -177,11 +177,6 @@ def _value(hint: Any, value: Any) -> Any:
     if hint in (int, str) and type(value) is hint:
         return value
     raise TypeError(value)
-
-
-def stamped(status: Status, at: float) -> Status:
-    """Return a report with the time at which it is written."""
-    return replace(status, updated=at)
 
 
 def write(run: RunDir, status: Status) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spoold.errors import ConfigError
-from spoold.spool.statusfile import SEVERE
+from spoold.reasons import SEVERE
 from tests.crash import acts, disks, verdict
 from tests.support.commands import spoold
 from tests.support.daemons import Running

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,12 @@ class Running:
         return {reason.code: reason.text for reason in self.status.reasons}
 
 
-def start(tmp_path: Path, clock: Clock | None = None, **settings: Any) -> Running:
+def start(
+    tmp_path: Path,
+    clock: Clock | None = None,
+    wall: Callable[[], float] | None = None,
+    **settings: Any,
+) -> Running:
     """Start a daemon on `rollout.db` and `run` in a folder."""
     chosen = {
         "db": f"{tmp_path}/rollout.db",
@@ -85,7 +90,11 @@ def start(tmp_path: Path, clock: Clock | None = None, **settings: Any) -> Runnin
     run = setup.make_run(chosen["run_dir"])
     lock = setup.lock_run(run)
     assert lock is not None, "an earlier daemon still runs"
-    daemon = Daemon(load(None, chosen, {}), clock=clock, wall=lambda: 1_796_000_000.0 + clock.now)
+    daemon = Daemon(
+        load(None, chosen, {}),
+        clock=clock,
+        wall=wall or (lambda: 1_796_000_000.0 + clock.now),
+    )
     try:
         daemon.start(lock, run)
     except BaseException:

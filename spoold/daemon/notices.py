@@ -1,0 +1,70 @@
+"""What a person should know of the run directory and of the clock, begun and ended as reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from spoold.daemon.conditions import Conditions
+from spoold.layout import CORRUPT, DUPLICATE, Place, State, batch_id_of
+from spoold.spool.inventory import Inventory
+from spoold.spool.overview import MANY_NOTES, shown
+
+__all__ = ["ClockWatch", "note_spool"]
+
+STALE_IN_A_ROW: Final = 3
+JUMP_SECONDS: Final = 5.0
+JUMP_SHOWN_SECONDS: Final = 600.0
+
+
+def note_spool(
+    conditions: Conditions, inventory: Inventory, gone: Mapping[str, int], now: float
+) -> None:
+    """Begin and end the reasons that lie in the folders. `gone`: dead consumer → its batches."""
+    unknown = inventory.unknown
+    stale = inventory.tally.stale_in_a_row
+    facts = {
+        "consumer-gone": "; ".join(
+            f"{name} holds {_counted(batches)}" for name, batches in sorted(gone.items())
+        ),
+        "corrupt-batch": _lying(inventory, Place(State.REJECTED, CORRUPT)),
+        "duplicates": _lying(inventory, Place(State.REJECTED, DUPLICATE)),
+        "claimed-by-hand": _lying(inventory, Place(State.INFLIGHT)),
+        "all-stale": f"the last {_counted(stale)}" if stale >= STALE_IN_A_ROW else "",
+        "unknown-files": f"{len(unknown)}, such as {shown(min(unknown))}" if unknown else "",
+        "many-notes": f"{inventory.note_count}" if inventory.note_count > MANY_NOTES else "",
+    }
+    for code, detail in facts.items():
+        if detail:
+            conditions.begin(code, detail, now=now)
+        else:
+            conditions.end(code, now=now)
+
+
+def _counted(batches: int) -> str:
+    return "1 batch" if batches == 1 else f"{batches} batches"
+
+
+def _lying(inventory: Inventory, place: Place) -> str:
+    shelf = inventory.shelves.by_place.get(place)
+    ids = [name for name in shelf.names if batch_id_of(name)] if shelf is not None else []
+    return f"{_counted(len(ids))} in {place.path}/" if ids else ""
+
+
+class ClockWatch:
+    """Notes when wall time and monotonic time part: somebody set the clock, or the host slept."""
+
+    def __init__(self, *, wall: float, now: float) -> None:
+        self._offset = wall - now
+        self._end_at = 0.0
+
+    def look(self, conditions: Conditions, *, wall: float, now: float) -> None:
+        """Begin the reason at a jump; end it some minutes later."""
+        jump = wall - now - self._offset
+        if abs(jump) >= JUMP_SECONDS:
+            self._offset += jump
+            self._end_at = now + JUMP_SHOWN_SECONDS
+            detail = f"{'forward' if jump > 0 else 'back'} by {abs(jump):.0f} s"
+            conditions.begin("clock-jump", detail, now=now)
+        elif now >= self._end_at:
+            conditions.end("clock-jump", now=now)

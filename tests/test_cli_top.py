@@ -1,0 +1,182 @@
+"""top: in a real terminal that is resized and left, and as plain lines."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyte
+import pytest
+
+from spoold.layout import State
+from spoold.spool import overview
+from spoold.spool.flow import Flow
+from tests.support.batches import empty_run, put_batch
+from tests.support.commands import spoold, spoold_process
+from tests.support.processes import ENVIRON
+
+
+class Terminal:
+    """A command in a pseudo terminal of its own, and the screen that a person would see."""
+
+    def __init__(
+        self, *args: object, columns: int = 90, lines: int = 24, term: str = "linux"
+    ) -> None:
+        self.master, self.slave = pty.openpty()
+        self.screen = pyte.Screen(columns, lines)
+        self.stream = pyte.ByteStream(self.screen)
+        self.resize(columns, lines)
+        self.before = termios.tcgetattr(self.slave)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "spoold", *map(str, args)],
+            stdin=self.slave,
+            stdout=self.slave,
+            stderr=self.slave,
+            env=ENVIRON | {"TERM": term, "LC_ALL": "C.UTF-8", "COLUMNS": "70", "LINES": "20"},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+
+    def resize(self, columns: int, lines: int) -> None:
+        self.screen.resize(lines, columns)
+        size = struct.pack("HHHH", lines, columns, 0, 0)
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, size)  # the kernel sends SIGWINCH
+
+    def _read(self) -> None:
+        if select.select([self.master], [], [], 0.1)[0]:
+            self.stream.feed(os.read(self.master, 65536))
+
+    def until(self, wanted: str, *, timeout_seconds: float = 20.0) -> None:
+        """Return as soon as a text stands on the screen."""
+        deadline = time.monotonic() + timeout_seconds
+        while not any(wanted in line for line in self.screen.display):
+            assert time.monotonic() < deadline, "\n".join(self.screen.display)
+            self._read()
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.master, keys)
+
+    def end(self) -> int:
+        """Wait until the command has ended; its exit code."""
+        deadline = time.monotonic() + 60
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline
+            self._read()
+        return self.process.returncode
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+
+@pytest.fixture
+def terminals() -> Iterator[list[Terminal]]:
+    made: list[Terminal] = []
+    yield made
+    for terminal in made:
+        terminal.close()
+
+
+@pytest.mark.parametrize("key", [b"q", b"\x03"])
+def test_it_shows_what_moves_survives_resizing_and_leaves_the_terminal_as_it_was(
+    tmp_path: Path, terminals: list[Terminal], key: bytes
+) -> None:
+    run = empty_run(tmp_path / "run")
+    put_batch(run, 1, [1, 2])
+    terminal = Terminal("top", run.root, "--interval", "0.1")
+    terminals.append(terminal)
+    terminal.until("pending            1          2")
+    terminal.until("recent")
+    put_batch(run, 2, [3])
+    terminal.until("000000002  -> pending")
+    for columns, lines, shown in (
+        (30, 6, "q quits"),
+        (200, 60, "recent"),
+        (2, 1, "/"),
+        (80, 24, "recent"),
+    ):
+        terminal.resize(columns, lines)
+        terminal.screen.reset()  # a terminal may keep nothing of what it showed
+        terminal.until(shown)
+    put_batch(run, 3, [4])
+    terminal.until("000000003  -> pending")
+    terminal.type(key)
+    assert terminal.end() == 0
+    assert termios.tcgetattr(terminal.slave)[:4] == terminal.before[:4]
+
+
+def test_a_run_directory_that_goes_away_is_said_and_comes_back(
+    tmp_path: Path, terminals: list[Terminal]
+) -> None:
+    run = empty_run(tmp_path / "run")
+    terminal = Terminal("top", run.root, "--interval", "0.1")
+    terminals.append(terminal)
+    terminal.until("recent")
+    os.rename(run.root, tmp_path / "away")
+    terminal.until("attention  unreadable")
+    os.rename(tmp_path / "away", run.root)
+    put_batch(run, 7, [7])
+    terminal.until("000000007")
+    terminal.type(b"q")
+    assert terminal.end() == 0
+
+
+def test_where_it_is_no_terminal_it_prints_a_line_a_look(tmp_path: Path) -> None:
+    run = empty_run(tmp_path / "run")
+    put_batch(run, 1, [1])
+    ran = spoold_process("top", run.root, "--interval", "0.1", "--count", "2")
+    assert (ran.code, ran.err) == (0, "")
+    header, *rows = ran.out.splitlines()
+    assert header.split()[:5] == ["time", "pending", "inflight", "acked", "rejected"]
+    assert len(rows) == 2
+    assert [row.split()[1:8] for row in rows] == [["1", "0", "0", "0", "0.0", "0.0", "0.0"]] * 2
+    assert max(map(len, (header, *rows))) <= 90
+    assert "\x1b" not in ran.out
+
+
+def test_an_unknown_terminal_gets_lines_too(tmp_path: Path, terminals: list[Terminal]) -> None:
+    run = empty_run(tmp_path / "run")
+    terminal = Terminal("top", run.root, "--count", "1", term="nobody-knows-this-one")
+    terminals.append(terminal)
+    terminal.until("published/s")
+    assert terminal.end() == 0
+
+
+def test_there_must_be_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = spoold(capsys, "top", tmp_path / "none")
+    assert ran.code == 78
+    assert "no run directory at" in ran.err
+
+
+def test_flow_counts_what_came_and_left_over_the_last_seconds(tmp_path: Path) -> None:
+    run = empty_run(tmp_path / "run")
+    flow = Flow()
+    name = put_batch(run, 1, [1])
+    assert flow.update(overview.take(run), at=100.0, now=0.0) == []
+    put_batch(run, 2, [2])
+    put_batch(run, 3, [3])
+    (event, _) = flow.update(overview.take(run), at=101.0, now=1.0)
+    assert (event.was, event.now, event.batch_id[:9]) == ("", "pending", "000000002")
+    os.rename(f"{run.pending}/{name.file_name}", f"{run.inflight}/{name.file_name}")
+    (event,) = flow.update(overview.take(run), at=102.0, now=2.0)
+    assert (event.was, event.now) == ("pending", "inflight")
+    assert flow.rate(State.PENDING) == (1.0, 0.5)
+    assert flow.rate(State.INFLIGHT) == (0.5, 0.0)
+    os.unlink(f"{run.inflight}/{name.file_name}")
+    (event,) = flow.update(overview.take(run), at=103.0, now=3.0)
+    assert (event.was, event.now) == ("inflight", "")
+    flow.update(overview.take(run), at=120.0, now=20.0)
+    flow.update(overview.take(run), at=130.0, now=30.0)
+    assert flow.rate(State.PENDING) == (0.0, 0.0)
