@@ -749,6 +749,18 @@ class TestOnce:
         assert len(tree(again.run)) == 2
         again.kill()
 
+    def test_publishes_also_what_did_not_fit_into_a_batch(
+        self, tmp_path: Path, rollouts: Rollouts
+    ) -> None:
+        ids = rollouts.register(7, group="")
+        for one in ids:
+            rollouts.complete(one, response="x" * 900)
+        it = start(tmp_path, linger_seconds=100, batch_bytes=3000)
+        it.daemon.once()
+        assert environments(it.run) == ids
+        assert len(tree(it.run)) > 2
+        it.kill()
+
     def test_says_that_backpressure_stopped_it(self, tmp_path: Path, rollouts: Rollouts) -> None:
         complete(rollouts, 5)
         it = start(tmp_path, batch_size=1, max_pending_batches=3)

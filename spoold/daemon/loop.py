@@ -472,11 +472,11 @@ class Daemon:
             self._take(look, now)
             self._drain(now)
         self._give_up_waiting(now)
-        self._drain(now + self.settings.linger_seconds)
+        self._drain(now, lingered=self.settings.linger_seconds)
 
-    def _drain(self, now: float) -> None:
-        """Publish every batch that is due at `now`."""
-        while units := self.plan.next_batch(now):
+    def _drain(self, now: float, *, lingered: float = 0.0) -> None:
+        """Publish every batch that is due now, or would be after so many seconds."""
+        while units := self.plan.next_batch(now + lingered):
             if not self._may_read(now):
                 reason = next(r for r in self.conditions.reasons() if r.code in HOLD_CODES)
                 raise SpoolHeld(reason.text, hint=reason.remedy)
