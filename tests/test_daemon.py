@@ -133,6 +133,18 @@ class TestDelivery:
             assert lines == [2, 1, 2]
             assert environments(it.run) == ids
 
+    def test_what_did_not_fit_into_a_batch_does_not_linger_again(
+        self, tmp_path: Path, rollouts: Rollouts
+    ) -> None:
+        ids = rollouts.register(7, group="")
+        for one in ids:
+            rollouts.complete(one, response="x" * 900)
+        with running(tmp_path, linger_seconds=100, batch_bytes=3000) as it:
+            it.go()
+            assert tree(it.run) == []
+            it.go(100.0)
+            assert environments(it.run) == ids
+
     def test_new_rows_of_a_delivered_environment_are_logged_and_not_delivered_again(
         self, tmp_path: Path, rollouts: Rollouts, caplog: pytest.LogCaptureFixture
     ) -> None:

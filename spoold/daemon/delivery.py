@@ -160,7 +160,9 @@ class Delivery:
         self.plan.drop(collected.incomplete)
         if not collected.samples:
             return
-        self.plan.take(collected.units, now)
+        # What did not fit into a batch that is full of bytes has lingered long enough.
+        is_full = self._carry is not None or collected.size_bytes >= self.settings.batch_bytes
+        self.plan.take(collected.units, now - self.settings.linger_seconds if is_full else now)
         seq = self.numbers.next()
         more = collected.size_bytes <= WRITE_AHEAD_BYTES and self.plan.next_batch(now)
         if more:
