@@ -185,6 +185,7 @@ def test_a_folder_that_is_not_there_yet_is_no_cause_to_warn(
     hints = Hints(clock=clock)
     assert not hints.watch(str(tmp_path / "pending"), tag="pending")
     assert not hints.healthy()
+    assert hints.problem is None
     assert hints.wait(0) == {}
     make(tmp_path / "pending")
     clock.now += 5
@@ -227,9 +228,12 @@ def test_without_inotify_it_warns_once_and_waits_for_the_time_given(
     assert not hints.healthy()
     assert len(caplog.records) == 1
     assert os.strerror(code).lower() in caplog.text
+    assert hints.problem is not None
+    assert os.strerror(code).lower() in hints.problem[0]
     clock.now += 100
     assert hints.wait(0) == {"a": None, "b": None}
     assert hints.healthy()
+    assert hints.problem is None
     hints.close()
 
 
