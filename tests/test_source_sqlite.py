@@ -663,3 +663,27 @@ def test_a_database_that_appears_later_is_opened_then(path: Path) -> None:
     source.open()
     assert source.job == "job-1"
     source.close()
+
+
+def test_a_row_that_was_read_before_a_look_came_to_it_is_no_news(tmp_path: Path) -> None:
+    rollouts = make_rollouts(tmp_path / "rollout.db")
+    one, other = rollouts.register(2)
+    rollouts.step(one)
+    source = open_source(
+        str(tmp_path / "rollout.db"),
+        job=None,
+        ready_when=ReadyWhen.FINISHED,
+        samples=Samples.TERMINAL,
+    )
+    source.open()
+    list(source.reconcile(BitMap64()))
+    rollouts.complete(one)
+    assert [rows[-1].environment for _, rows in source.read([one]) if rows] == [one]
+    skip = BitMap64([one])
+    assert source.look(skip).late == ()
+    rollouts.end(one)
+    assert source.look(skip).late == (one,)
+    rollouts.complete(other)
+    assert [candidate.id for candidate in source.look(skip).candidates] == [other]
+    source.close()
+    rollouts.close()

@@ -273,6 +273,7 @@ class SqliteSource:
         self._watched.offer(candidate.id for candidate in candidates)
         self._heights = heights
         self._highest_step = max(self._highest_step, heights.steps)
+        self._watched.caught_up(self._highest_step)
         self._seen = stamp
         return Look(candidates=tuple(candidates), late=tuple(late), missing=self._watched.tell())
 
@@ -283,9 +284,10 @@ class SqliteSource:
         at = self._highest_step
         while at < upto:
             at, rows = self._some_new_rows(at, upto)
-            for _, environment, group, is_alive, has_ended in rows:
+            for pk, environment, group, is_alive, has_ended in rows:
                 if environment in skip:
-                    late.add(environment)
+                    if pk > self._watched.ahead.get(environment, 0):
+                        late.add(environment)
                     continue
                 if not is_alive:
                     continue
@@ -461,10 +463,10 @@ class SqliteSource:
         """Return the rows that become samples, in the order of `ids`."""
         if self._reader is None:
             raise SourceUnavailable(f"{self._path} is not open", hint="open it first")
-        return self._reader.read(ids, self._was_unusable)
-
-    def _was_unusable(self, environment: int, is_finished: bool) -> None:
-        self._watched.was_read(environment, is_missing=is_finished)
+        for environment, rows in self._reader.read(ids, self._watched.was_unusable):
+            if rows and rows[-1].pk > self._highest_step:
+                self._watched.ahead[environment] = rows[-1].pk
+            yield environment, rows
 
     # ---- identity ------------------------------------------------------------------------------
 

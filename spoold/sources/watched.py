@@ -47,6 +47,12 @@ class Watched:
         self._older = BitMap64()
         self._turned = now
         self._untold = BitMap64()
+        # Rows that were read before a look came to them: they are no news when it does.
+        self.ahead: dict[int, int] = {}
+
+    def caught_up(self, highest_step: int) -> None:
+        """Note up to which row a look has come."""
+        self.ahead = {one: pk for one, pk in self.ahead.items() if pk > highest_step}
 
     def active(self, skip: BitMap64) -> list[int]:
         """Return the environments that each look checks, in order."""
@@ -87,7 +93,7 @@ class Watched:
             _remove(new, self.tried, self.missing, self._untold)
             self.offered |= new
 
-    def was_read(self, environment: int, *, is_missing: bool) -> None:
+    def was_unusable(self, environment: int, is_missing: bool) -> None:
         """Note that no usable row was there; `is_missing`: though it is finished."""
         if environment in self.offered:
             self.tried.add(environment)
