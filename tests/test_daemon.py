@@ -168,6 +168,47 @@ class TestDelivery:
             assert tree(it.run) == []
 
 
+class TestHints:
+    @staticmethod
+    def pass_time(it: Running, seconds: float) -> None:
+        """Let time pass without a hint, stepping whenever the daemon asked for it."""
+        end = it.clock.now + seconds
+        for _ in range(1000):
+            pause = it.daemon.step()
+            if it.clock.now + pause > end:
+                break
+            it.clock.now += max(pause, 0.0001)
+        it.clock.now = end
+
+    def test_a_commit_that_shows_only_after_its_hint_is_seen_within_a_quarter_second(
+        self, tmp_path: Path, rollouts: Rollouts
+    ) -> None:
+        rollouts.register(1)
+        with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
+            it.go()
+            self.pass_time(it, 5.0)
+            it.daemon.hint(source=True, spool=False)
+            it.daemon.step()
+            complete(rollouts, 1)
+            self.pass_time(it, 0.25)
+            assert environments(it.run) == [2]
+
+    def test_a_look_that_found_one_commit_does_not_use_up_the_hint_of_the_next(
+        self, tmp_path: Path, rollouts: Rollouts
+    ) -> None:
+        rollouts.register(1)
+        with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
+            it.go()
+            self.pass_time(it, 5.0)
+            complete(rollouts, 1)
+            it.daemon.hint(source=True, spool=False)
+            self.pass_time(it, 0.1)
+            assert environments(it.run) == [2]
+            complete(rollouts, 1)
+            self.pass_time(it, 0.3)
+            assert environments(it.run) == [2, 3]
+
+
 class TestHeld:
     def test_reading_stops_at_max_pending_batches_and_goes_on_by_itself(
         self, tmp_path: Path, rollouts: Rollouts
