@@ -393,3 +393,50 @@ def test_a_dead_daemon_leaves_it_to_status_to_say_who_else_is_dead(
     found = health.take(RunDir(stage.it.run.root), now=stage.it.daemon.wall())
     assert [reason.code for reason in found.reasons] == ["daemon-gone", "consumer-gone"]
     assert "trainer-0 holds 1 batch" in found.reasons[1].text
+
+
+# What operators grep for and alert on: changed on purpose only.
+SENTENCES = {
+    "daemon-gone": "no daemon delivers here",
+    "daemon-silent": "the daemon holds its lock and has said nothing for minutes",
+    "source-unavailable": "the rollout database cannot be read",
+    "source-schema": "the database is no rollout database that spoold knows",
+    "source-replaced": "the rollout database is not the one that was delivered from",
+    "settings": "the settings do not fit the run directory or the database",
+    "lock-lost": "the daemon stopped because its lock file is not its own any more",
+    "bug": "the daemon ended by a bug",
+    "disk-space": "too little disk space is left",
+    "read-only": "the run directory is on a file system that is mounted read-only",
+    "write-failed": "a write to the run directory failed",
+    "requeue-failed": "the batches of a dead consumer cannot be requeued",
+    "unreadable": "something in the run directory cannot be read",
+    "bad-rows": "reading stopped: too many rows in a row were of no use",
+    "corrupt-batch": "batches did not fit their digest and were set aside",
+    "all-stale": "trainers pass everything over as stale",
+    "status-unusable": "what the daemon said of itself cannot be used",
+    "held": "the daemon holds delivery back",
+    "consumer-gone": "a consumer is dead and holds batches",
+    "backpressure": "trainers are slower than rollouts: pending/ is full",
+    "first-look": "the first look at the whole database is under way",
+    "waiting-for-environments": "rollouts are under way and not complete yet",
+    "groups-incomplete": "groups are not whole yet",
+    "missing-rows": "environments are marked as finished and have no usable row",
+    "null-rewards": "environments are complete but for their reward",
+    "linger": "complete environments are about to be published",
+    "source-empty": "no environment is running, and all that completed is delivered or set aside",
+    "claimed-by-hand": "batches lie in inflight/ itself, claimed by hand or by a script",
+    "duplicates": "second files of batches were set aside",
+    "unknown-files": "files that spoold does not know are left alone",
+    "many-notes": "unusually many environments were set aside",
+    "hints-off": "the kernel gives no hints of changes: they are found by timed looks",
+    "clock-jump": "the system clock was set",
+}
+
+
+def test_the_sentences_are_these_to_the_letter() -> None:
+    assert {code: kind.sentence for code, kind in REASONS.items()} == SENTENCES
+
+
+def test_every_severe_reason_has_a_remedy() -> None:
+    lacking = {code for code, kind in REASONS.items() if kind.severe and not kind.remedy}
+    assert lacking == set()
