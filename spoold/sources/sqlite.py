@@ -29,8 +29,9 @@ from pyroaring import BitMap64
 from spoold.errors import SourceError, SourceReplaced, SourceSchemaError, SourceUnavailable
 from spoold.model import Candidate, Look, ReadyWhen, Samples, StepRow
 from spoold.policy import WHOLE, Shard
+from spoold.sources.jobs import pick_job
 from spoold.sources.share import Share
-from spoold.sources.sqlite_facts import Heights, heights_of, pick_job
+from spoold.sources.sqlite_facts import Heights, heights_of, jobs_of
 from spoold.sources.sqlite_open import Database, FileId, connect, file_id
 from spoold.sources.sqlite_rows import MAX_TRANSACTION_SECONDS, RowReader
 from spoold.sources.sqlite_schema import OWNS, Schema, read_schema
@@ -152,9 +153,8 @@ class SqliteSource:
         if not self._share.is_whole:
             database.define(OWNS, lambda *facts: self._share.owns(*facts))
         schema = self._read_schema(database)
-        wanted = self._wanted_job if is_new else self.job or self._wanted_job
         with database.transaction() as connection:
-            job = pick_job(connection, schema, self._path, wanted=wanted, known=self._known_job)
+            job = self._pick_job(connection, schema, keep=not is_new)
             heights = heights_of(connection, schema)
         self.job = job
         if self.ready_when is ReadyWhen.AUTO:
@@ -196,6 +196,13 @@ class SqliteSource:
         if self._schema is None:
             return error
         return SourceUnavailable(error.message, hint=error.hint)
+
+    def _pick_job(self, connection: sqlite3.Connection, schema: Schema, *, keep: bool) -> str:
+        wanted = self.job if keep and self.job else self._wanted_job
+        if wanted is not None and connection.execute(schema.has_job, (wanted,)).fetchone():
+            return wanted
+        jobs = jobs_of(connection, schema)
+        return pick_job(jobs, wanted=wanted, known=self._known_job, where=self._path)
 
     def _connected(self) -> Database:
         """Return the connection, a new one where the last call failed."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 from dataclasses import dataclass
-from typing import Final
 
-from spoold.errors import ConfigError, SourceUnavailable
+from spoold.sources.jobs import JOBS_SHOWN
 from spoold.sources.sqlite_schema import Schema
 
-__all__ = ["Heights", "heights_of", "pick_job"]
-
-_JOBS_SHOWN: Final = 20
+__all__ = ["Heights", "heights_of", "jobs_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,42 +42,11 @@ def heights_of(connection: sqlite3.Connection, schema: Schema) -> Heights:
     )
 
 
-def pick_job(
-    connection: sqlite3.Connection,
-    schema: Schema,
-    path: str,
-    *,
-    wanted: str | None,
-    known: str | None,
-) -> str:
-    """Return the job to read: the one that is wanted, the only one, or of several the known one.
-
-    Raises SourceUnavailable while it is not there, ConfigError where nobody said which one.
-    """
-    if wanted is not None and connection.execute(schema.has_job, (wanted,)).fetchone():
-        return wanted
-    jobs = _jobs_of(connection, schema)
-    if not jobs:
-        raise SourceUnavailable(f"{path} has no job yet", hint="spoold waits for its environments")
-    shown = ", ".join(jobs[:_JOBS_SHOWN]) + (", …" if len(jobs) > _JOBS_SHOWN else "")
-    if wanted is not None:
-        raise SourceUnavailable(
-            f"{path} has no environment of job {wanted} yet, only of {shown}",
-            hint="spoold waits for it; is --job right?",
-        )
-    if known in jobs:
-        assert known is not None
-        return known
-    if len(jobs) > 1:
-        raise ConfigError(f"{path} has several jobs: {shown}", hint="name one with --job")
-    return jobs[0]
-
-
-def _jobs_of(connection: sqlite3.Connection, schema: Schema) -> list[str]:
+def jobs_of(connection: sqlite3.Connection, schema: Schema) -> list[str]:
     """Return the first few jobs, each by one step through an index on job_id."""
     jobs: list[str] = []
     (job,) = connection.execute(schema.first_job).fetchone()
-    while job is not None and len(jobs) <= _JOBS_SHOWN:
+    while job is not None and len(jobs) <= JOBS_SHOWN:
         jobs.append(job.decode("utf-8", "replace"))
         (job,) = connection.execute(schema.next_job, (jobs[-1],)).fetchone()
     return jobs
