@@ -30,6 +30,7 @@ from tests.support.daemons import Running, environments, mv, running, start
 from tests.support.rollouts import JOB, Rollouts, make_rollouts
 
 NOTHING = BitMap64()
+README = Path(__file__).parent.parent / "README.md"
 TEXTS = st.text(max_size=12)
 
 # ---- the hash, to the byte -----------------------------------------------------------------------
@@ -50,8 +51,19 @@ def test_the_number_of_an_environment_is_as_documented(
     assert number_of(job, group, env_id) == number
 
 
-def test_the_command_in_the_documentation_computes_the_same() -> None:
-    (line,) = re.findall(r"^ +(echo .*sha256sum.*)$", shards.__doc__ or "", re.MULTILINE)
+def test_the_numbers_in_the_documentation_are_true() -> None:
+    written = re.findall(
+        r"^ +(\S+) +(\S+) +(\S+) +(\d+)  (\d)$", shards.__doc__ or "", re.MULTILINE
+    )
+    assert len(written) == 4
+    for job, group, env_id, number, owner in written:
+        assert number_of(job, group.replace("none", ""), env_id) == int(number)
+        assert int(number) % 3 == int(owner)
+
+
+@pytest.mark.parametrize("text", [shards.__doc__, README.read_text()], ids=["module", "README"])
+def test_the_command_in_the_documentation_computes_the_same(text: str) -> None:
+    (line,) = re.findall(r"^ *(echo .*sha256sum.*)$", text, re.MULTILINE)
     ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
     assert int(ran.stdout) == number_of("job-1", "group-7", "") % 3
 

@@ -12,6 +12,12 @@ Twelve digits are exact as a double, and positive in 64 bits:
 
     echo $((16#$(printf 'job-1\0ggroup-7' | sha256sum | cut -c-12) % 3))
 
+    job     group    env id                                number           of 3
+    job-1   group-7  any                                   259152227258493  0
+    job-1   g1       any                                   104070927187096  1
+    job-1   none     3f0c2a51-0b5e-4b7e-9a55-1f6f3c1d2e4a   32851077090644  2
+    jöb     数学     any                                    36958811519334  0
+
 So long as job, group id and env id stay as they were registered, each environment is in exactly one
 of 0/N to N-1/N. Nothing balances the shards: they are about equal where there are many groups.
 """
