@@ -9,6 +9,7 @@ import tempfile
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -160,12 +161,20 @@ FACTS = st.fixed_dictionaries(
     after=st.lists(FACTS, max_size=12),
     count=st.integers(1, 4),
     gate=st.sampled_from([ReadyWhen.FINISHED, ReadyWhen.TERMINAL]),
+    few=st.sampled_from([1, 256]),
 )
 def test_what_n_shards_find_is_what_one_source_finds_of_everything(
-    before: list[dict[str, Any]], after: list[dict[str, Any]], count: int, gate: ReadyWhen
+    before: list[dict[str, Any]],
+    after: list[dict[str, Any]],
+    count: int,
+    gate: ReadyWhen,
+    few: int,
 ) -> None:
-    """By looks and by reconciles, in all that a source says of environments."""
-    with tempfile.TemporaryDirectory() as folder:
+    """By looks and by reconciles, in all that a source says of environments.
+
+    `few`: up to how many ids a slice is asked for one by one, and not as a range.
+    """
+    with tempfile.TemporaryDirectory() as folder, patch("spoold.sources.sqlite._FEW", few):
         path = Path(folder, "rollout.db")
         rollouts = make_rollouts(path)
         rollouts.register(group="first")
@@ -326,9 +335,9 @@ def test_a_database_made_anew_is_dealt_out_anew(tmp_path: Path, rollouts: Rollou
         file.unlink()
     anew = make_rollouts(path)
     (one,) = anew.register(group=f"group-{names[1]}")
-    anew.complete(one)
     source.open()
-    assert [c.id for look in source.reconcile(NOTHING) for c in look.candidates] == [one]
+    anew.complete(one)
+    assert [c.id for c in source.look(NOTHING).candidates] == [one]
     source.close()
     anew.close()
 
