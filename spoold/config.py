@@ -30,12 +30,15 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    PlainSerializer,
+    PlainValidator,
     ValidationError,
 )
 from pydantic.fields import FieldInfo
 
 from spoold.errors import ConfigError
 from spoold.model import NullReward, OnReplaced, PartialGroups, ReadyWhen, Samples
+from spoold.policy import WHOLE, Shard
 
 __all__ = [
     "NEEDS_RESTART",
@@ -61,7 +64,7 @@ __all__ = [
 _PREFIX: Final = "SPOOLD_"
 
 NEEDS_RESTART: Final = frozenset(
-    {"db", "run_dir", "job", "ready_when", "samples", "group_size", "null_reward"}
+    {"db", "run_dir", "job", "shard", "ready_when", "samples", "group_size", "null_reward"}
 )
 """Settings that say which environments are complete and what becomes of their rows: a running
 daemon keeps to them, or a batch would hold two kinds. All others may change while it runs."""
@@ -79,6 +82,12 @@ def _without_slash(path: str) -> str:
     return path.rstrip("/") or "/"
 
 
+def _shard(value: object) -> Shard:
+    if not isinstance(value, str):
+        raise ValueError(value)
+    return Shard.parse(value)
+
+
 class Settings(BaseModel):
     """All settings of the daemon. Frozen; made by `load`."""
 
@@ -90,6 +99,10 @@ class Settings(BaseModel):
     )
     job: _Text | None = Field(
         default=None, description="The job to deliver; default: the only one in the database."
+    )
+    shard: Annotated[Shard, PlainValidator(_shard), PlainSerializer(str)] = Field(
+        default=WHOLE,
+        description="Deliver part I of N, counted from 0, into a run directory of its own.",
     )
     ready_when: ReadyWhen = Field(
         default=ReadyWhen.AUTO,
@@ -173,6 +186,15 @@ class SettingOption:
     help: str
 
 
+_METAVARS: Final = {
+    "db": "URL",
+    "run_dir": "DIR",
+    "metrics_dir": "DIR",
+    "job": "JOB",
+    "shard": "I/N",
+}
+
+
 def setting_options() -> list[SettingOption]:
     """Return every setting as an option, in the order of the table."""
     return [_option(name, field) for name, field in Settings.model_fields.items()]
@@ -190,7 +212,7 @@ def _option(name: str, field: FieldInfo) -> SettingOption:
     elif name.endswith("_seconds"):
         metavar = "SECONDS"
     else:
-        metavar = {"db": "URL", "run_dir": "DIR", "metrics_dir": "DIR", "job": "JOB"}.get(name, "N")
+        metavar = _METAVARS.get(name, "N")
     shown = "" if field.is_required() or default is None else f" [default: {_shown(default)}]"
     return SettingOption(
         name=name, forms=tuple(forms), metavar=metavar, help=f"{field.description}{shown}"
@@ -339,6 +361,8 @@ def _allowed(name: str) -> str:
         return "one of " + ", ".join(choices)
     if name in ("db", "run_dir", "job", "metrics_dir"):
         return "a text that is not empty"
+    if name == "shard":
+        return "a text I/N, 0 ≤ I < N: of three shards 0/3, 1/3 or 2/3"
     if name.endswith("_seconds"):
         least = "above 0" if _has_bound(field, "gt", 0) else "0 or more"
         return f"a number of seconds, {least}, up to 10^9"

@@ -44,6 +44,7 @@ __all__ = [
     "MAX_ATTEMPTS_FOLDER",
     "MOVES",
     "STALE",
+    "WHOLE",
     "BatchName",
     "Move",
     "NoteName",
@@ -70,6 +71,9 @@ STALE: Final = "stale"
 DUPLICATE: Final = "duplicate"
 CORRUPT: Final = "corrupt"
 MAX_ATTEMPTS_FOLDER: Final = "attempts"
+
+WHOLE: Final = "0/1"
+"""The shard of a run directory whose source.json names none: all there is."""
 
 _BATCH = re.compile(
     r"(?P<id>(?P<seq>[0-9]{9,18})-n(?P<samples>[1-9][0-9]{0,8})"
@@ -328,7 +332,7 @@ class RunDir:
 
     @property
     def source_json(self) -> str:
-        """Which job and database this run directory belongs to."""
+        """Which job, shard and database this run directory belongs to."""
         return f"{self.root}/.spoold/source.json"
 
     @property

@@ -183,9 +183,11 @@ def _daemon(facts: Facts) -> Iterator[Metric]:
 
     report = facts.report
     info = GaugeMetricFamily(
-        "spoold_info", "Always 1; the labels tell.", labels=["run_dir", "rollout_job", "version"]
+        "spoold_info",
+        "Always 1; the labels tell.",
+        labels=["run_dir", "rollout_job", "shard", "version"],
     )
-    info.add_metric([*_keys(facts, "", ""), report.job, report.version], 1)
+    info.add_metric([*_keys(facts, "", ""), report.job, report.shard, report.version], 1)
     yield info
     running = report.state not in ("stopped", "failed")
     yield from _gauge(

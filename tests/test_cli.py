@@ -277,7 +277,7 @@ def test_a_run_directory_of_a_newer_spoold_is_refused_and_left_as_it_is(
 ) -> None:
     run = batches.empty_run(tmp_path / "run")
     name = batches.put_batch(run, 1, [1])
-    Path(run.source_json).write_text('{"format": 2, "job": "job-1", "url": "x"}')
+    Path(run.source_json).write_text('{"format": 3, "job": "job-1", "url": "x"}')
     make_rollouts(tmp_path / "rollout.db").close()
     before = sorted(tmp_path.rglob("*"))
     args = {
@@ -287,7 +287,7 @@ def test_a_run_directory_of_a_newer_spoold_is_refused_and_left_as_it_is(
     }
     ran = spoold(capsys, *args[command])
     assert (ran.code, ran.out) == (78, "")
-    assert "newer spoold: format 2" in ran.err
+    assert "newer spoold: format 3" in ran.err
     assert sorted(tmp_path.rglob("*")) == before
 
 

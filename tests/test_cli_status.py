@@ -273,6 +273,7 @@ def test_the_json_of_status_is_a_contract(run: Path, capsys: Capsys, alive: None
             "url": "sqlite:///rollouts.db",
             "ready_when": "finished",
             "state": "waiting",
+            "shard": "0/1",
             "reasons": [],
             "source": {
                 "running": 0,

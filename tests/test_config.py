@@ -22,6 +22,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "db": "rollouts.db",
         "run_dir": "run",
         "job": None,
+        "shard": "0/1",
         "metrics_dir": None,
         "ready_when": ReadyWhen.AUTO,
         "samples": Samples.TERMINAL,
@@ -166,6 +167,7 @@ def test_every_setting_is_an_option_and_seconds_have_a_short_form() -> None:
 
 def test_every_setting_is_read_from_its_variable() -> None:
     odd = {
+        "shard": "2/5",
         "ready_when": "terminal",
         "samples": "steps",
         "partial_groups": "reject",

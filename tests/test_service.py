@@ -281,10 +281,10 @@ def test_a_run_directory_of_a_higher_format_is_refused_and_left_as_it_is(tmp_pat
 
     run = setup.make_run(f"{tmp_path}/run")
     name = put_batch(run, 41, [1, 2])
-    newer = b'{"format": 2, "job": "job-1", "url": "x", "more": true}\n'
+    newer = b'{"format": 3, "job": "job-1", "url": "x", "more": true}\n'
     Path(run.source_json).write_bytes(newer)
     settings = load(None, {"db": f"{tmp_path}/none.db", "run_dir": run.root}, {})
-    with pytest.raises(ConfigError, match="written by a newer spoold: format 2") as caught:
+    with pytest.raises(ConfigError, match="written by a newer spoold: format 3") as caught:
         daemon.run(settings)
     assert caught.value.exit_code == 78
     assert tree(run) == [f"pending/{name.file_name}"]

@@ -25,6 +25,10 @@ from tests.support.rollouts import Rollouts, make_rollouts
 DEFAULTS = load(None, {"db": "x", "run_dir": "y"}, {})
 
 
+# Which of two shards groups of job-1 belong to.
+SHARD_OF_GROUP = {"g1": 0, "g2": 1, "g3": 0, "g6": 1}
+
+
 class Table:
     """Which setting has which test. A test gets a folder, and settings: none, or one of its own."""
 
@@ -120,6 +124,14 @@ def _(folder: Path, settings: dict[str, Any]) -> Any:
         return after_one_go(folder, settings)
     except ConfigError as error:
         return "job-1, job-2" if "job-1" in str(error) and "job-2" in str(error) else str(error)
+
+
+@EFFECTS.row("shard", "1/2", by_default=[1, 2, 3, 4], then=[2, 4])
+def _(folder: Path, settings: dict[str, Any]) -> Any:
+    rollouts = begin(folder)
+    for group in SHARD_OF_GROUP:
+        complete(rollouts, 1, group=group)
+    return after_one_go(folder, settings)
 
 
 @EFFECTS.row("ready_when", "terminal", by_default=[2], then=[1, 2])

@@ -9,7 +9,9 @@ import pytest
 from pyroaring import BitMap64
 
 from spoold.model import ReadyWhen, Samples
+from spoold.policy import WHOLE, Shard
 from spoold.sources.sqlite import SqliteSource
+from spoold.sources.sqlite_schema import OWNS
 from tests.support.rollouts import GENERATIONS, Rollouts, make_rollouts
 
 ALLOWED = ("SCAN CONSTANT ROW", "SCAN w VIRTUAL TABLE INDEX 1:", "SCAN sqlite_sequence")
@@ -34,17 +36,23 @@ def traced(source: SqliteSource, statements: set[str]) -> None:
     database._connection.set_trace_callback(statements.add)
 
 
+@pytest.mark.parametrize("shard", [WHOLE, Shard(0, 2)], ids=str)
 @pytest.mark.parametrize("samples", Samples)
 @pytest.mark.parametrize("gate", [ReadyWhen.FINISHED, ReadyWhen.TERMINAL])
 @pytest.mark.parametrize("indexes", [True, False], ids=["indexes", "bare"])
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_the_planner_is_held_to_primary_keys_and_session_id(
-    tmp_path: Path, generation: str, indexes: bool, gate: ReadyWhen, samples: Samples
+    tmp_path: Path,
+    generation: str,
+    indexes: bool,
+    gate: ReadyWhen,
+    samples: Samples,
+    shard: Shard,
 ) -> None:
     path = tmp_path / "rollouts.db"
     rollouts = make_rollouts(path, generation, indexes=indexes)
     fill(rollouts)
-    source = SqliteSource([str(path)], job=None, ready_when=gate, samples=samples)
+    source = SqliteSource([str(path)], job=None, ready_when=gate, samples=samples, shard=shard)
     source.open()
     statements: set[str] = set()
     traced(source, statements)
@@ -61,6 +69,7 @@ def test_the_planner_is_held_to_primary_keys_and_session_id(
     source.close()
 
     planner = sqlite3.connect(path)
+    planner.create_function(OWNS, 3, lambda *_: True)
     selects = [text for text in statements if text.lstrip().startswith("SELECT")]
     assert len(selects) >= 8
     walks = [

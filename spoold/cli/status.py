@@ -20,7 +20,7 @@ from spoold.cli.words import (
     size,
 )
 from spoold.errors import EX_TRY_AGAIN
-from spoold.layout import State
+from spoold.layout import WHOLE, State
 from spoold.spool import health, overview
 from spoold.spool.health import Health
 from spoold.spool.overview import Count, Overview, shown
@@ -80,7 +80,8 @@ def _said_lines(found: Health, now: float) -> list[str]:
     lines: list[str] = []
     if said is not None:
         job = f"job {said.job}, " if said.job else ""
-        lines += wrapped("source", f"{job}{said.url}, ready when {said.ready_when}")
+        shard = f"shard {said.shard}, " if said.shard != WHOLE else ""
+        lines += wrapped("source", f"{job}{shard}{said.url}, ready when {said.ready_when}")
         made = said.published
         if made.batches:
             last = "" if made.last is None else f", the last {age(made.last, now)} ago"

@@ -96,12 +96,14 @@ def _check_source(settings: Settings) -> None:
     """
     run_dir = RunDir(os.path.abspath(settings.run_dir))
     tied = setup.read_source(run_dir)
+    setup.check_shard(run_dir, str(settings.shard))
     source = open_source(
         settings.db,
         job=settings.job,
         ready_when=settings.ready_when,
         samples=settings.samples,
         known_job=tied["job"] if tied is not None else None,
+        shard=settings.shard,
     )
     try:
         source.open()

@@ -75,6 +75,7 @@ class Looking:
             ready_when=settings.ready_when,
             samples=settings.samples,
             known_job=tied["job"] if tied is not None else None,
+            shard=settings.shard,
         )
 
     def reload(self, settings: Settings, now: float) -> None:
@@ -116,11 +117,13 @@ class Looking:
         """
         self.source.open()
         self.is_open = True
-        setup.tie(self.run, job=self.source.job, url=self.source.url)
+        shard = str(self.settings.shard)
+        setup.tie(self.run, job=self.source.job, url=self.source.url, shard=shard)
         self._gone = self.source.verify(inventory.remembered(), inventory.highest_environment)
         fields = {
             "url": self.source.url,
             "job": self.source.job,
+            "shard": shard,
             "ready_when": self.source.ready_when.value,
         }
         # While it only opens, and cannot be read, that is one outage and one pause that grows.

@@ -91,7 +91,7 @@ class Daemon:
             log.warning("retirement finished", extra={"fields": {"folder": retired}})
         setup.clean_tmp(run)
         setup.probe(run)
-        setup.read_source(run)
+        setup.check_shard(run, str(settings.shard))
         self.inventory = self._new_inventory(run)
         self.inventory.load()
         self._refresh_at = self.clock() + settings.scan_seconds

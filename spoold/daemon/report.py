@@ -129,6 +129,7 @@ class Report:
             started=self._started,
             updated=wall,
             job=source.job or settings.job or "",
+            shard=str(settings.shard),
             url=source.url,
             ready_when=source.ready_when.value,
             state=state,

@@ -5,9 +5,11 @@ Time is an argument everywhere: monotonic seconds, counted from this daemon's fi
 
 from spoold.policy.groups import GroupPlan
 from spoold.policy.plan import Group, Plan, Unit
+from spoold.policy.shards import WHOLE, Shard
 from spoold.policy.waits import Abandoned, Absence, Backoff, Overdue, Pressure, pressure
 
 __all__ = [
+    "WHOLE",
     "Abandoned",
     "Absence",
     "Backoff",
@@ -16,6 +18,7 @@ __all__ = [
     "Overdue",
     "Plan",
     "Pressure",
+    "Shard",
     "Unit",
     "pressure",
 ]

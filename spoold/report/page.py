@@ -11,7 +11,7 @@ from html import escape
 from typing import Final
 
 from spoold import __version__
-from spoold.layout import STALE, State
+from spoold.layout import STALE, WHOLE, State
 from spoold.report.charts import Bars, Lines, Series, figure, number, span
 from spoold.report.gather import BatchFacts, Gathered
 from spoold.spool.overview import Count
@@ -77,6 +77,8 @@ def _head(gathered: Gathered) -> str:
     said = found.said
     at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(gathered.at))
     job = f", job {escape(said.job)}" if said is not None and said.job else ""
+    if said is not None and said.shard != WHOLE:
+        job += f", shard {escape(said.shard)}"
     daemon = "the daemon runs" if found.running else '<span class="bad">no daemon runs</span>'
     reasons = "".join(
         f'<li class="{"bad" if reason in found.severe else ""}">{escape(_text(reason.text))}'

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from spoold.errors import ConfigError
 from spoold.model import Candidate, Look, ReadyWhen, Samples, StepRow
+from spoold.policy import WHOLE, Shard
 
 if TYPE_CHECKING:
     from pyroaring import BitMap64
@@ -17,7 +18,10 @@ _UNDERSTOOD: Final = "a path, sqlite:////absolute.db, sqlite:///relative.db or s
 
 
 class Source(Protocol):
-    """A rollout database, of which one job is read. Used by one thread.
+    """A rollout database, of which one shard of one job is read. Used by one thread.
+
+    What belongs to other shards is nowhere in what is found; each environment is asked once whose
+    it is, until a reconcile asks again now and then.
 
     `skip` is the set of environments that are delivered or set aside; its owner may change it
     between two calls. Every call but `close` may raise SourceUnavailable; the next call, or `open`,
@@ -109,6 +113,7 @@ def open_source(
     ready_when: ReadyWhen,
     samples: Samples,
     known_job: str | None = None,
+    shard: Shard = WHOLE,
 ) -> Source:
     """Return the source that a URL names, not yet open. Raises ConfigError for any other URL.
 
@@ -122,7 +127,12 @@ def open_source(
     from spoold.sources.sqlite import SqliteSource
 
     return SqliteSource(
-        _readings(url), job=job, ready_when=ready_when, samples=samples, known_job=known_job
+        _readings(url),
+        job=job,
+        ready_when=ready_when,
+        samples=samples,
+        known_job=known_job,
+        shard=shard,
     )
 
 

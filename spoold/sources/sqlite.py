@@ -26,18 +26,15 @@ from typing import Any, Final
 
 from pyroaring import BitMap64
 
-from spoold.errors import (
-    ConfigError,
-    SourceError,
-    SourceReplaced,
-    SourceSchemaError,
-    SourceUnavailable,
-)
+from spoold.errors import SourceError, SourceReplaced, SourceSchemaError, SourceUnavailable
 from spoold.model import Candidate, Look, ReadyWhen, Samples, StepRow
-from spoold.sources.sqlite_facts import JOBS_SHOWN, Heights, heights_of, jobs_of
+from spoold.policy import WHOLE, Shard
+from spoold.sources.jobs import pick_job
+from spoold.sources.share import Share
+from spoold.sources.sqlite_facts import Heights, heights_of, jobs_of
 from spoold.sources.sqlite_open import Database, FileId, connect, file_id
 from spoold.sources.sqlite_rows import MAX_TRANSACTION_SECONDS, RowReader
-from spoold.sources.sqlite_schema import Schema, read_schema
+from spoold.sources.sqlite_schema import OWNS, Schema, read_schema
 from spoold.sources.watched import Found, Watched
 
 __all__ = ["SqliteSource"]
@@ -64,6 +61,7 @@ class SqliteSource:
         ready_when: ReadyWhen,
         samples: Samples,
         known_job: str | None = None,
+        shard: Shard = WHOLE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._readings = tuple(os.path.abspath(path) for path in readings)
@@ -84,6 +82,7 @@ class SqliteSource:
         self._highest_step = 0
         self._seen: object = None
         self._watched = Watched(clock())
+        self._share = Share(shard, job=self.job)
 
     @property
     def url(self) -> str:
@@ -151,6 +150,8 @@ class SqliteSource:
         self._seen = None
 
     def _take(self, database: Database, *, is_new: bool) -> None:
+        if not self._share.is_whole:
+            database.define(OWNS, lambda *facts: self._share.owns(*facts))
         schema = self._read_schema(database)
         with database.transaction() as connection:
             job = self._pick_job(connection, schema, keep=not is_new)
@@ -175,6 +176,7 @@ class SqliteSource:
         self._heights = heights
         self._highest_step = heights.steps
         self._watched = Watched(self._clock())
+        self._share = Share(self._share.shard, job=self.job)
 
     def _read_schema(self, database: Database) -> Schema:
         """Read the schema, giving a writer that makes its tables one by one a moment."""
@@ -183,7 +185,7 @@ class SqliteSource:
             tries += 1
             with database.transaction() as connection:
                 try:
-                    return read_schema(connection, self._path)
+                    return read_schema(connection, self._path, is_whole=self._share.is_whole)
                 except SourceSchemaError:
                     if tries == _TABLES_TRIES:
                         raise
@@ -200,22 +202,7 @@ class SqliteSource:
         if wanted is not None and connection.execute(schema.has_job, (wanted,)).fetchone():
             return wanted
         jobs = jobs_of(connection, schema)
-        if not jobs:
-            raise SourceUnavailable(
-                f"{self._path} has no job yet", hint="spoold waits for its environments"
-            )
-        shown = ", ".join(jobs[:JOBS_SHOWN]) + (", …" if len(jobs) > JOBS_SHOWN else "")
-        if wanted is not None:
-            raise SourceUnavailable(
-                f"{self._path} has no environment of job {wanted} yet, only of {shown}",
-                hint="spoold waits for it; is --job right?",
-            )
-        if self._known_job in jobs:
-            assert self._known_job is not None
-            return self._known_job
-        if len(jobs) > 1:
-            raise ConfigError(f"{self._path} has several jobs: {shown}", hint="name one with --job")
-        return jobs[0]
+        return pick_job(jobs, wanted=wanted, known=self._known_job, where=self._path)
 
     def _connected(self) -> Database:
         """Return the connection, a new one where the last call failed."""
@@ -233,7 +220,9 @@ class SqliteSource:
                 assert self._schema is not None
                 if version != self._schema.version:
                     # A migration rebuilt a table. Ids are kept, so is all that we know.
-                    self._schema = read_schema(connection, self._path)
+                    self._schema = read_schema(
+                        connection, self._path, is_whole=self._share.is_whole
+                    )
                 yield connection, self._schema
         except SourceSchemaError as error:
             raise self._changed_schema(error) from error
@@ -304,7 +293,7 @@ class SqliteSource:
             is_flagged = self.ready_when is ReadyWhen.TERMINAL
             query = schema.new_rows_flagged if is_flagged else schema.new_rows
             values = {"above": above, "upto": upto, "job": self.job}
-            cursor = connection.execute(query, values)
+            cursor = connection.execute(schema.mine(query), values)
             for row in cursor:
                 rows.append(row)
                 if len(rows) >= SLICE or time.monotonic() - began > MAX_TRANSACTION_SECONDS:
@@ -328,15 +317,17 @@ class SqliteSource:
 
         Shorter ones where flags lie behind so much that a slice would take a second.
         """
+        self._share.doubt()
         with self._transaction() as (connection, schema):
             end = heights_of(connection, schema).environments + 1
         first = 1
         while first < end:
             stop = min(first + SLICE, end)
-            if skip.contains_range(first, stop):
+            others = self._share.with_others(skip)
+            if others.contains_range(first, stop):
                 first = stop
                 continue
-            look, first = self._reconcile_slice(first, stop, skip)
+            look, first = self._reconcile_slice(first, stop, others)
             yield replace(look, reached=first - 1, highest=end - 1)
         with self._transaction() as (connection, schema):
             end = heights_of(connection, schema).environments + 1
@@ -383,14 +374,13 @@ class SqliteSource:
     ) -> tuple[list[tuple[Any, ...]], int]:
         """Return the environments of a slice that have rows or are finished, and its end."""
         left = end - first - skip.range_cardinality(first, end)
-        job = {"job": self.job}
         with self._transaction() as (connection, schema):
             if left <= _FEW:
                 ids = list(BitMap64(range(first, end)) - skip)
-                rows = connection.execute(schema.among, {"ids": str(ids), **job}).fetchall()
-                return rows, end
-            values = {"first": first, "end": end}
-            rows = connection.execute(schema.in_range, {**values, **job}).fetchall()
+                values: dict[str, object] = {"ids": str(ids), "job": self.job}
+                return connection.execute(schema.mine(schema.among), values).fetchall(), end
+            values = {"first": first, "end": end, "job": self.job}
+            rows = connection.execute(schema.mine(schema.in_range), values).fetchall()
             if rows:
                 return rows, end
             # Ids may go on far above: other jobs, or what was deleted.

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 from dataclasses import dataclass
-from typing import Final
 
+from spoold.sources.jobs import JOBS_SHOWN
 from spoold.sources.sqlite_schema import Schema
 
-__all__ = ["JOBS_SHOWN", "Heights", "heights_of", "jobs_of"]
-
-JOBS_SHOWN: Final = 20
+__all__ = ["Heights", "heights_of", "jobs_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import fcntl
 import os
 import sqlite3
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 from urllib.parse import quote
 
@@ -169,6 +169,11 @@ class Database:
         guard, self._guard = self._guard, -1
         if guard >= 0:
             os.close(guard)
+
+    def define(self, name: str, function: Callable[[int, bytes | None, bytes], bool]) -> None:
+        """Give queries a function of an environment's id, group id and env id."""
+        if self._connection is not None:
+            self._connection.create_function(name, 3, function)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

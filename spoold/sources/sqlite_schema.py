@@ -7,6 +7,7 @@ table for a long `IN (…)`. So ids come in as one JSON array, and rows come out
 indexes of the UNIQUE constraints are always there, those that the writer adds may not be.
 
 In a row the flags lie behind megabytes of messages, so they are asked for last, and of few rows.
+Before them a source of one shard asks whose an environment is, by an SQL function of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from typing import Final
 
 from spoold.errors import SourceSchemaError, SourceUnavailable
 
-__all__ = ["Schema", "read_schema"]
+__all__ = ["OWNS", "Schema", "read_schema"]
+
+OWNS: Final = "spoold_owns"
+"""SQL function of (id, group id, env id): whether an environment belongs to the shard."""
 
 _ENVIRONMENTS: Final = "job_environments"
 _STEPS: Final = "session_steps"
@@ -47,6 +51,7 @@ _STEP_COLUMNS: Final = (
 )
 _META_COLUMNS: Final = ("meta_json", "env_state")
 
+_OF_SHARD: Final = f"AND {OWNS}(e.id, CAST(e.group_id AS BLOB), CAST(e.env_id AS BLOB))"
 _PARTS: Final = {
     "{own}": "(+s.job_id = :job OR +s.job_id IS NULL OR +s.job_id = '')",
     "{ended}": "(s.is_session_completed <> 0 OR s.is_terminal <> 0 OR s.is_truncated <> 0)",
@@ -68,13 +73,14 @@ class Schema:
     """What one generation of the writer calls its columns, and the queries for it.
 
     `version` is PRAGMA schema_version: when it changes the tables may have been rebuilt. Parameters
-    are named; `:ids` is a JSON array of integers.
+    are named; `:ids` is a JSON array of integers. Those with `{mine}` go through `mine`.
     """
 
     version: int
     reward_is_nullable: bool
     meta: str
     has_sequence: bool
+    is_whole: bool
 
     next_job = "SELECT min(e.job_id) FROM job_environments AS e WHERE e.job_id > ?"
     first_job = "SELECT min(e.job_id) FROM job_environments AS e"
@@ -91,7 +97,7 @@ class Schema:
     new_rows = _sql("""
         SELECT s.id, e.id, e.group_id, e.is_deleted = 0, 0
         FROM session_steps AS s CROSS JOIN job_environments AS e ON e.env_id = s.session_id
-        WHERE s.id > :above AND s.id <= :upto AND {own} AND +e.job_id = :job
+        WHERE s.id > :above AND s.id <= :upto AND {own} AND +e.job_id = :job {mine}
         ORDER BY s.id""")
     new_rows_flagged = _sql(new_rows.replace("= 0, 0", "= 0, {ended}"))
     finished_among = _sql("""
@@ -106,11 +112,12 @@ class Schema:
     next_environment = "SELECT min(e.id) FROM job_environments AS e WHERE e.id >= ?"
     in_range = _sql("""
         SELECT e.id, e.group_id, e.finished = 1, {has_rows} FROM job_environments AS e
-        WHERE e.id >= :first AND e.id < :end AND +e.is_deleted = 0 AND +e.job_id = :job
+        WHERE e.id >= :first AND e.id < :end AND +e.is_deleted = 0 AND +e.job_id = :job {mine}
         AND (e.finished = 1 OR {has_rows})""")
     among = _sql("""
         SELECT e.id, e.group_id, e.finished = 1, {has_rows} FROM {wanted}
-        WHERE +e.is_deleted = 0 AND +e.job_id = :job AND (e.finished = 1 OR {has_rows})""")
+        WHERE +e.is_deleted = 0 AND +e.job_id = :job {mine}
+        AND (e.finished = 1 OR {has_rows})""")
     # The top row first: of a session that has ended it mostly is the end.
     ended_among = _sql("""
         SELECT e.id, CASE
@@ -124,6 +131,10 @@ class Schema:
         FROM {wanted} WHERE +e.is_deleted = 0 AND +e.job_id = :job""")
     step_ids = _sql("""
         SELECT e.id, s.id FROM {wanted} CROSS JOIN session_steps AS s ON s.session_id = e.env_id""")
+
+    def mine(self, query: str) -> str:
+        """Return a query that finds only what belongs to the shard."""
+        return query.replace("{mine}", "" if self.is_whole else _OF_SHARD)
 
     @property
     def rows(self) -> str:
@@ -146,11 +157,12 @@ _ROWS: Final = """
     FROM json_each(:ids) AS w CROSS JOIN session_steps AS s ON s.id = w.value"""
 
 
-def read_schema(connection: sqlite3.Connection, path: str) -> Schema:
+def read_schema(connection: sqlite3.Connection, path: str, *, is_whole: bool) -> Schema:
     """Find out what the tables are like. In a transaction.
 
-    Raises SourceUnavailable for a database without any table, SourceSchemaError naming what else
-    is missing.
+    Unless all there is `is_whole`, the connection must know the function OWNS. Raises
+    SourceUnavailable for a database without any table, SourceSchemaError naming what else is
+    missing.
     """
     (version,) = connection.execute("PRAGMA schema_version").fetchone()
     environments = _columns(connection, _ENVIRONMENTS)
@@ -178,6 +190,7 @@ def read_schema(connection: sqlite3.Connection, path: str) -> Schema:
         reward_is_nullable=not steps["reward"],
         meta=meta[0] if len(meta) == 1 else f"coalesce({', '.join(meta)})",
         has_sequence=bool(_columns(connection, "sqlite_sequence")),
+        is_whole=is_whole,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from spoold import fs
 from spoold.errors import SpoolWriteError
-from spoold.layout import RunDir, State
+from spoold.layout import WHOLE, RunDir, State
 from spoold.reasons import SEVERE
 from spoold.spool import overview, statusfile
 from spoold.spool.overview import MANY_NOTES, ConsumerFolder, Count, Overview
@@ -172,8 +172,10 @@ def _about_gone(
         ended = tuple(reason for reason in said.reasons if reason.code in SEVERE)
     else:
         detail, since = "it was killed or crashed", said.updated
-    url = said.url if said is not None else "URL"
-    remedy = f"`spoold run --db {url} --run-dir {view.run.root}` starts it"
+    source = f"--db {said.url if said is not None else 'URL'}"
+    if said is not None and said.shard != WHOLE:
+        source += f" --shard {said.shard}"
+    remedy = f"`spoold run {source} --run-dir {view.run.root}` starts it"
     return [Reason.of("daemon-gone", detail, remedy, since=since), *ended]
 
 

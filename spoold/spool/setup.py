@@ -1,4 +1,8 @@
-"""A run directory before its first batch: made, probed, locked, and tied to one job."""
+"""A run directory before its first batch: made, probed, locked, and tied to one shard of one job.
+
+source.json says to which: {"format": 1, "job": …, "url": …}, and for one of several shards
+{"format": 2, "job": …, "url": …, "shard": "I/N"}, which a spoold that knows no shards refuses.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,14 @@ from typing import Final
 
 from spoold import fs
 from spoold.errors import ConfigError, SpoolError, SpoolLocked, SpoolWriteError
-from spoold.layout import RunDir, State
+from spoold.layout import WHOLE, RunDir, State
 from spoold.spool.shelves import PROBE_PREFIX
 
-__all__ = ["clean_tmp", "lock_run", "make_run", "tie"]
+__all__ = ["check_shard", "clean_tmp", "lock_run", "make_run", "tie"]
 
 log = logging.getLogger("spoold.spool")
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 _NO_FILE: Final = (errno.EINVAL, errno.EISDIR, errno.ELOOP)  # a pipe, a directory, a link
 
 
@@ -108,20 +112,23 @@ def clean_tmp(run: RunDir) -> None:
         fs.remove(f"{run.tmp}/{name}")
 
 
-def tie(run: RunDir, *, job: str, url: str) -> None:
-    """Record which job and database this run directory belongs to.
+def tie(run: RunDir, *, job: str, url: str, shard: str = WHOLE) -> None:
+    """Record which job, shard and database this run directory belongs to.
 
-    Raises ConfigError when it belongs to another job, or was written by a newer format. Another
-    URL is recorded and logged: a database may move.
+    Raises ConfigError when it belongs to another job or shard, or was written by a newer format.
+    Another URL is recorded and logged: a database may move.
     """
     known = read_source(run)
     if known is not None:
         check_job(run, job)
+        check_shard(run, shard)
         if known["url"] == url:
             return
         log.warning("source url changed", extra={"fields": {"was": known["url"], "now": url}})
-    data = json.dumps({"format": FORMAT, "job": job, "url": url}).encode()
-    fs.put(run.source_json, data + b"\n", tmp_dir=run.tmp)
+    facts: dict[str, object] = {"format": 1, "job": job, "url": url}
+    if shard != WHOLE:
+        facts |= {"format": FORMAT, "shard": shard}
+    fs.put(run.source_json, json.dumps(facts).encode() + b"\n", tmp_dir=run.tmp)
 
 
 def check_job(run: RunDir, job: str) -> None:
@@ -131,6 +138,17 @@ def check_job(run: RunDir, job: str) -> None:
         raise ConfigError(
             f"{run.root} belongs to job {known['job']!r}, not to {job!r}",
             hint="use one run directory a job: give --run-dir another one, or --job that job",
+        )
+
+
+def check_shard(run: RunDir, shard: str) -> None:
+    """Raise ConfigError where a run directory belongs to another shard. Changes nothing."""
+    known = read_source(run)
+    if known is not None and known["shard"] != shard:
+        raise ConfigError(
+            f"{run.root} belongs to shard {known['shard']}, not to {shard}",
+            hint=f"give --shard {known['shard']}, or --run-dir the one of this shard; how many "
+            "shards there are is fixed for a run",
         )
 
 
@@ -152,13 +170,14 @@ def _newer(run: RunDir, fmt: object) -> ConfigError:
 
 
 def read_source(run: RunDir) -> dict[str, str] | None:
-    """Return {"job", "url"} of a run directory, None where it is not tied to a job yet.
+    """Return {"job", "url", "shard"} of a run directory, None where it is not tied to a job yet.
 
     Raises ConfigError for a source.json that is of a higher format or cannot be understood.
     """
     try:
         facts = json.loads(fs.read(run.source_json))
         fmt, job, url = facts["format"], facts["job"], facts["url"]
+        shard = facts.get("shard", WHOLE)
     except FileNotFoundError:
         return None
     except (SpoolWriteError, ValueError, KeyError, TypeError) as error:
@@ -169,8 +188,9 @@ def read_source(run: RunDir) -> dict[str, str] | None:
                 raise ConfigError(error.message, hint=error.hint) from error
         raise ConfigError(
             f"{run.source_json} cannot be understood",
-            hint='it holds {"format": 1, "job": …, "url": …}; write it anew, or restore it',
+            hint='it holds {"format": 1, "job": …, "url": …}, for one of several shards '
+            '{"format": 2, "job": …, "url": …, "shard": "I/N"}; write it anew, or restore it',
         ) from error
     if type(fmt) is not int or fmt > FORMAT:
         raise _newer(run, fmt)
-    return {"job": str(job), "url": str(url)}
+    return {"job": str(job), "url": str(url), "shard": str(shard)}

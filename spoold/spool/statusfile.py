@@ -16,7 +16,7 @@ from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from spoold import fs
 from spoold.errors import SpoolWriteError
-from spoold.layout import RunDir
+from spoold.layout import WHOLE, RunDir
 from spoold.reasons import REASONS, say
 
 __all__ = [
@@ -115,7 +115,8 @@ class Rejected:
 class Status:
     """One report. `state` is delivering, waiting, held, stopped, or failed (ended by an error).
 
-    `delivered` counts environments, over the whole life of the run directory.
+    `delivered` counts environments, over the whole life of the run directory. All numbers are of
+    `shard`, the I/N of the environments that are delivered here.
     """
 
     version: str
@@ -127,6 +128,7 @@ class Status:
     url: str
     ready_when: str
     state: str
+    shard: str = WHOLE
     reasons: tuple[Reason, ...] = ()
     source: SourceState = field(default_factory=SourceState)
     published: Published = field(default_factory=Published)
