@@ -146,7 +146,7 @@ def _is_made(path: str) -> bool:
     return stat.S_ISDIR(facts.st_mode) and not (is_half and facts.st_uid == os.geteuid())
 
 
-def write_new(path: str, data: bytes | Sequence[bytes]) -> None:
+def write_new(path: str, data: bytes | Sequence[bytes | memoryview]) -> None:
     """Create a file that must not exist, with mode 0640, and sync its bytes.
 
     `data` may be pieces, so that nobody has to join them. The name is not durable yet. When
@@ -169,7 +169,7 @@ def write_new(path: str, data: bytes | Sequence[bytes]) -> None:
             raise
 
 
-def write_tmp(path: str, data: bytes | Sequence[bytes]) -> None:
+def write_tmp(path: str, data: bytes | Sequence[bytes | memoryview]) -> None:
     """Write a file of tmp/, as write_new does; what lies there under its name is a leftover.
 
     A leftover (of a write that failed, and whose file could not be removed then) is never written
@@ -185,7 +185,7 @@ def write_tmp(path: str, data: bytes | Sequence[bytes]) -> None:
         raise failed("write", path, error) from error
 
 
-def _write_all(fd: int, data: bytes) -> None:
+def _write_all(fd: int, data: bytes | memoryview) -> None:
     written = os.write(fd, data)
     while written < len(data):
         written += os.write(fd, memoryview(data)[written:])
@@ -376,6 +376,17 @@ class Lock:
         self._fd = -1
         self._lock: FileLock | None = None
 
+    @classmethod
+    def inherited(cls, path: str, fd: int) -> Lock:
+        """Return a lock that the process that made this one holds, and keeps held through `fd`."""
+        lock = cls(path)
+        lock._fd = fd
+        return lock
+
+    def fileno(self) -> int:
+        """Return the descriptor that holds the lock: whoever inherits it holds it, too."""
+        return self._fd
+
     def acquire(self) -> bool:
         """Try once. False where another process holds it.
 
@@ -432,7 +443,7 @@ class Lock:
 
     def still_held(self) -> bool:
         """Whether the lock file on disk is still the one that this object locked."""
-        return self._lock is not None and self._is_file_on_disk()
+        return self._fd >= 0 and self._is_file_on_disk()
 
     def release(self) -> None:
         """Let go; fine when nothing is held."""

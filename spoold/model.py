@@ -127,13 +127,17 @@ class StepRow(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One line of a batch, newline included. `weight_version` is None where it is not usable."""
+    """One line of a batch, newline included. `weight_version` is None where it is not usable.
+
+    `messages` is where in the line they lie: from, to.
+    """
 
     environment: int
     env_id: str
     step_pk: int
     weight_version: int | None
     line: bytes
+    messages: tuple[int, int] = (0, 0)
 
 
 class Ref(NamedTuple):

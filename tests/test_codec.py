@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spoold.codec import (
+    are_sound,
     build_batch,
     choose,
     encode,
@@ -47,9 +48,12 @@ ROW = StepRow(
 
 
 def encoded(
-    *rows: StepRow, null_reward: NullReward = NullReward.FALLBACK, max_sample_bytes: int = 1 << 28
+    *rows: StepRow,
+    null_reward: NullReward = NullReward.FALLBACK,
+    max_sample_bytes: int = 1 << 28,
+    trusted: bool = False,
 ) -> list[Sample] | Note | None:
-    return encode(rows, null_reward=null_reward, max_sample_bytes=max_sample_bytes)
+    return encode(rows, null_reward=null_reward, max_sample_bytes=max_sample_bytes, trusted=trusted)
 
 
 def line_of(**facts: Any) -> bytes:
@@ -581,3 +585,51 @@ def test_bytes_at_random_are_refs_or_corrupt(data: bytes) -> None:
     except BatchCorrupt:
         return
     assert data == b"" or data.startswith(b"{")
+
+
+_PIECES = st.sampled_from(
+    [
+        *(b"[", b"]", b"{", b"}", b",", b":", b'"', b"\\", b" ", b"\n", b"null", b"1e999", b"NaN"),
+        *(b'{"role": "user", "content": "q"}', b'"\\ud800"', b"123456789012345678901234567890"),
+        *(b'"reward": 9', b"[[[[", b"]]]]", b"\xff", b"\x00", b'"a": ', b"x" * 70),
+    ]
+)
+_MESSAGES = st.one_of(
+    st.lists(_PIECES, max_size=8).map(b"".join),
+    st.lists(_PIECES, max_size=4).map(lambda inside: b"[" + b"".join(inside) + b"]"),
+    st.builds(
+        lambda before, after: b"[{" + before + b'"content": "' + b"x" * 70 + b'"' + after + b"}]",
+        *[st.lists(_PIECES, max_size=3).map(b"".join)] * 2,
+    ),
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(messages=_MESSAGES, response=st.sampled_from([b"", b"text", b'{"role": "assistant"}']))
+def test_what_is_trusted_and_found_sound_is_what_was_looked_into_and_nothing_else(
+    messages: bytes, response: bytes
+) -> None:
+    row = ROW._replace(messages=messages, response=response)
+    looked_into = encoded(row)
+    trusted = encode(
+        (row,), null_reward=NullReward.FALLBACK, max_sample_bytes=1 << 28, trusted=True
+    )
+    if isinstance(trusted, list) and are_sound(trusted[0].line, [trusted[0].messages]):
+        assert looked_into == trusted
+    else:
+        assert isinstance(looked_into, Note)
+
+
+def test_messages_that_are_sound_are_found_so() -> None:
+    for messages in (PROMPT, b"[" + PROMPT[1:-1] + b", " + b'{"content": "' + b"x" * 90 + b'"}]'):
+        for response in (b"", b"text", b'{"role": "assistant", "content": [{"a": [1]}]}'):
+            row = ROW._replace(messages=messages, response=response)
+            assert isinstance(encoded(row), list)
+            made = encode(
+                (row,), null_reward=NullReward.FALLBACK, max_sample_bytes=999, trusted=True
+            )
+            assert made == encoded(row)
+            assert isinstance(made, list)
+            assert are_sound(made[0].line, [made[0].messages])
+            start, end = made[0].messages
+            assert json.loads(made[0].line)["messages"] == json.loads(made[0].line[start:end])

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from spoold import fs
-from spoold.daemon import delivery
+from spoold.daemon import collecting
 from spoold.errors import SourceUnavailable
 from spoold.sources.sqlite import SqliteSource
 from tests.support.batches import tree
+from tests.support.beside import beside_at_once
 from tests.support.daemons import environments, mv, running, start
 from tests.support.rollouts import Rollouts, make_rollouts
 
@@ -372,7 +373,7 @@ class TestBadRows:
                 rollouts.complete(one, messages="{}")
         with running(tmp_path, batch_size=1000) as it:
             it.go()
-            assert len(notes(it.run.root)) == delivery.BAD_ROWS == 100
+            assert len(notes(it.run.root)) == collecting.BAD_ROWS == 100
             assert it.status.state == "held"
             assert "bad-rows" in it.reasons
 
@@ -436,9 +437,10 @@ class TestBadRows:
 
 class TestOnce:
     def test_a_reconcile_while_a_batch_is_written_offers_nothing_of_it_again(
-        self, tmp_path: Path, rollouts: Rollouts
+        self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        ids = complete(rollouts, 4)
+        ids = complete(rollouts, 6)
+        asked = beside_at_once(monkeypatch)
         with running(tmp_path, batch_size=1) as it:
             step = it.daemon._deliver
 
@@ -449,6 +451,7 @@ class TestOnce:
 
             it.daemon._deliver = deliver  # type: ignore[method-assign]
             it.go()
+            assert asked
             assert environments(it.run) == ids
 
 
@@ -506,7 +509,8 @@ class TestIdentity:
     def test_a_batch_that_is_being_written_goes_with_the_source_that_it_is_of(
         self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        complete(rollouts, 4)
+        complete(rollouts, 8)
+        beside_at_once(monkeypatch)
         it = start(tmp_path, batch_size=2)
         step = it.daemon._deliver
         replaced: list[bool] = []

@@ -13,7 +13,7 @@ from spoold.errors import BatchCorrupt
 from spoold.layout import BatchName
 from spoold.model import Ref, Sample
 
-__all__ = ["build_batch", "environment_refs", "parse_samples"]
+__all__ = ["build_batch", "environment_refs", "in_order", "name_batch", "parse_samples"]
 
 _JOIN_BYTES: Final = 8 << 20
 _TAIL: Final = b',"extra_info":{'
@@ -28,23 +28,28 @@ def build_batch(seq: int, samples: Iterable[Sample]) -> tuple[BatchName, Sequenc
 
     The bytes come in one piece, or, where a second copy of them would be felt, line by line.
     """
-    ordered = sorted(samples, key=lambda sample: (sample.environment, sample.step_pk))
-    assert ordered, "an empty batch is never published"
+    ordered = in_order(samples)
     pieces = [sample.line for sample in ordered]
     if sum(map(len, pieces)) <= _JOIN_BYTES:
         pieces = [b"".join(pieces)]
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
-    versions = [s.weight_version for s in ordered if s.weight_version is not None] or [0]
-    name = BatchName(
-        seq=seq,
-        samples=len(ordered),
-        lo=min(versions),
-        hi=max(versions),
-        digest=digest.hexdigest()[:12],
+    return name_batch(seq, ordered, digest.hexdigest()[:12]), pieces
+
+
+def in_order(samples: Iterable[Sample]) -> list[Sample]:
+    """Return samples as they follow one another in a batch."""
+    return sorted(samples, key=lambda sample: (sample.environment, sample.step_pk))
+
+
+def name_batch(seq: int, samples: Sequence[Sample], digest: str) -> BatchName:
+    """Return the name of a batch of these samples."""
+    assert samples, "an empty batch is never published"
+    versions = [s.weight_version for s in samples if s.weight_version is not None] or [0]
+    return BatchName(
+        seq=seq, samples=len(samples), lo=min(versions), hi=max(versions), digest=digest
     )
-    return name, pieces
 
 
 def environment_refs(data: bytes) -> list[Ref]:

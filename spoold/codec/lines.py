@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import orjson
 
 from spoold.codec.rows import weight_version
 from spoold.model import Note, NullReward, Sample, StepRow
 
-__all__ = ["encode"]
+__all__ = ["are_sound", "encode"]
 
 _BLANK: Final = b" \t\r\n"
+_MESSAGES: Final = b',"messages":'
+_FEW_BYTES: Final = 64
 _EXCERPT_CHARACTERS: Final = 200
 # Parsers of trainers give up at about a thousand levels; a line must never be one they can't read.
 _MAX_DEPTH: Final = 500
@@ -43,13 +45,19 @@ class _Unusable(Exception):
 
 
 def encode(
-    rows: Sequence[StepRow], *, null_reward: NullReward, max_sample_bytes: int
+    rows: Sequence[StepRow],
+    *,
+    null_reward: NullReward,
+    max_sample_bytes: int,
+    trusted: bool = False,
 ) -> list[Sample] | Note | None:
     """Return the samples of one environment, or the note that says why there are none.
 
     `rows`: the chosen one last, before it its other steps where they are samples too. The reward is
     the chosen row's, on each. None: its reward is null and `null_reward = wait`. One unusable row
     makes the whole environment a note. `max_sample_bytes` bounds all of its lines together.
+    `trusted`: the messages are taken to be sound. `are_sound` has to say so before a line goes
+    anywhere; where it does not, this has to be asked again without trust.
     """
     chosen = rows[-1]
     if chosen.reward is None and null_reward is not NullReward.FALLBACK:
@@ -58,7 +66,7 @@ def encode(
         what = "the reward is null and null_reward = reject"
         return _note(_Unusable("null-reward", what, chosen, b""), rows, policy=True)
     try:
-        return list(_samples(rows, max_sample_bytes))
+        return _samples(rows, max_sample_bytes, trusted)
     except _Unusable as unusable:
         return _note(unusable, rows)
 
@@ -99,19 +107,37 @@ def _number(row: StepRow, column: str, value: object) -> float:
     raise _Unusable("bad-reward", f"{column} is not a finite number", row, value)
 
 
-def _samples(rows: Sequence[StepRow], max_sample_bytes: int) -> Iterator[Sample]:
-    """Yield a sample for each row. Raises _Unusable as soon as they are too big together."""
+def are_sound(lines: bytes | memoryview, places: Iterable[tuple[int, int]]) -> bool:
+    """Whether at each of these places in `lines` lie messages that a trainer can read."""
+    view = memoryview(lines)
+    for start, end in places:
+        try:
+            messages = orjson.loads(view[start:end])
+        except orjson.JSONDecodeError:
+            return False
+        nested = _is_nested(messages)
+        if nested is None or (nested and _is_too_deep(messages)):
+            return False
+    return True
+
+
+def _samples(rows: Sequence[StepRow], max_sample_bytes: int, trusted: bool) -> list[Sample]:
+    """Return a sample for each row. Raises _Unusable as soon as they are too big together."""
     reward, reward_source = _reward(rows[-1])
+    samples = []
     size_bytes = 0
     for row in rows:
-        sample = _sample(row, reward, reward_source, max_sample_bytes)
+        sample = _sample(row, reward, reward_source, max_sample_bytes, trusted)
         size_bytes += len(sample.line)
         if size_bytes > max_sample_bytes:
             raise _too_big(row, size_bytes, max_sample_bytes)
-        yield sample
+        samples.append(sample)
+    return samples
 
 
-def _sample(row: StepRow, reward: float, reward_source: str, max_sample_bytes: int) -> Sample:
+def _sample(
+    row: StepRow, reward: float, reward_source: str, max_sample_bytes: int, trusted: bool
+) -> Sample:
     # This runs once a row: the usual case, texts that are UTF-8, is spelled out.
     env_id, group_id, session_id, job_id, env_name, llm_model = _texts(row)
     environment, pk, step_id, step_reward = row.environment, row.pk, row.step_id, row.step_reward
@@ -146,9 +172,10 @@ def _sample(row: StepRow, reward: float, reward_source: str, max_sample_bytes: i
         option=orjson.OPT_APPEND_NEWLINE,
     )
     # One copy of what may be megabytes, straight into the line.
-    messages = _messages(row, max_sample_bytes)
-    line = b"".join((head[:-1], b',"messages":', *messages, b",", tail[1:]))
-    return Sample(environment, env_id, pk, version, line)
+    messages = _messages(row, max_sample_bytes, trusted)
+    line = b"".join((head[:-1], _MESSAGES, *messages, b",", tail[1:]))
+    place = len(head) - 1 + len(_MESSAGES), len(line) - len(tail)
+    return Sample(environment, env_id, pk, version, line, place)
 
 
 def _texts(row: StepRow) -> tuple[str, str, str, str, str, str]:
@@ -199,13 +226,28 @@ def _timestamp(created_at: object) -> float:
         return 0.0
 
 
-def _messages(row: StepRow, max_sample_bytes: int) -> tuple[bytes | memoryview, ...]:
+def _messages(row: StepRow, max_sample_bytes: int, trusted: bool) -> tuple[bytes | memoryview, ...]:
     """Return the JSON of the messages in pieces, on one line, with the assistant turn appended."""
     raw = row.messages
     if not isinstance(raw, bytes):
         raise _Unusable("bad-messages", "messages is no text", row, raw)
     if len(raw) > max_sample_bytes:
         raise _too_big(row, len(raw), max_sample_bytes)
+    # Between the brackets of so many bytes lies something. Where that is no list of objects it is
+    # none with a turn appended either: the text before the last bracket is all of one list, or not.
+    trusted = trusted and len(raw) > _FEW_BYTES and raw[0] == 0x5B and raw[-1] == 0x5D
+    is_empty = not trusted and not _parsed(row, raw)
+    # In valid JSON a raw line break is white space: strings must escape theirs.
+    if b"\n" in raw or b"\r" in raw:
+        raw = raw.translate(None, b"\r\n")
+    turn = _assistant_turn(row)
+    if not turn:
+        return (raw,)
+    return memoryview(raw.rstrip(_BLANK))[:-1], b"" if is_empty else b",", turn, b"]"
+
+
+def _parsed(row: StepRow, raw: bytes) -> list[Any]:
+    """Return the messages. Raises _Unusable where they are no list of objects."""
     try:
         messages = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -215,13 +257,7 @@ def _messages(row: StepRow, max_sample_bytes: int) -> tuple[bytes | memoryview, 
         raise _Unusable("bad-messages", "messages is not a list of objects", row, raw)
     if nested and _is_too_deep(messages):
         raise _Unusable("bad-json", "messages: nested too deeply", row, raw)
-    # In valid JSON a raw line break is white space: strings must escape theirs.
-    if b"\n" in raw or b"\r" in raw:
-        raw = raw.translate(None, b"\r\n")
-    turn = _assistant_turn(row)
-    if not turn:
-        return (raw,)
-    return memoryview(raw.rstrip(_BLANK))[:-1], b"," if messages else b"", turn, b"]"
+    return cast(list[Any], messages)
 
 
 def _is_nested(messages: object) -> bool | None:

@@ -1,4 +1,4 @@
-"""From complete environments to a batch in pending/: read, convert, cut, publish."""
+"""From complete environments to a batch in pending/: collect, note, publish."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -14,24 +14,26 @@ from pyroaring import BitMap64
 
 from spoold import codec, fs
 from spoold.config import Settings
+from spoold.daemon.collecting import Collected, Collector
 from spoold.errors import SpooldError, SpoolWriteError
 from spoold.layout import BatchName, RunDir
 from spoold.ledger import Entry
 from spoold.metrics import Durations
-from spoold.model import Note, Sample, StepRow
+from spoold.model import Note
 from spoold.policy import GroupPlan, Plan, Unit
 from spoold.sources import Source
 from spoold.spool.inventory import MISSING_ROW, Inventory
 from spoold.spool.notes import remove_note, write_note
 from spoold.spool.publish import Numbers, publish
 from spoold.spool.statusfile import LatestNote, Published
+from spoold.spool.writer import Writer
 
-__all__ = ["BAD_ROWS", "Counts", "Delivery"]
+__all__ = ["Counts", "Delivery"]
 
 log = logging.getLogger("spoold.daemon")
 
-BAD_ROWS: Final = 100
-WRITE_AHEAD_BYTES: Final = 8 << 20
+# So many batches one after the other are a backlog that is worth a process.
+BACKLOG_BATCHES: Final = 4
 
 
 @dataclass(slots=True)
@@ -44,8 +46,6 @@ class Counts:
     size_bytes: int = 0
     last_published: float | None = None
     latest_note: LatestNote | None = None
-    bad_in_a_row: int = 0
-    """Rows that nobody could use, with no good one between them."""
     notes: Counter[str] = field(default_factory=Counter)
     durations: Durations = field(default_factory=Durations)
     latest_weights: tuple[int, int] | None = None
@@ -61,32 +61,21 @@ class Counts:
         )
 
 
-@dataclass(slots=True)
-class Collected:
-    """The rows of one batch, converted, and what was found on the way."""
-
-    units: list[Unit] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    size_bytes: int = 0
-    notes: list[tuple[Note, str]] = field(default_factory=list)
-    incomplete: list[int] = field(default_factory=list)
-
-
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A batch that lies in pending/."""
+class Writing:
+    """A batch on its way to pending/; its lines are in the writer's memory."""
 
     name: BatchName
     entry: Entry
-    size_bytes: int
-    seconds: float
+    collected: Collected
+    writer: Writer
 
 
 class Delivery:
     """Publishes what the plan says is due.
 
-    While one batch is written and synced the next one is read: a helper thread does the system
-    calls of at most one batch of up to 8 MiB. Only the thread that calls changes what is known.
+    Where there is a backlog, another process writes a batch of up to 8 MiB while the next one is
+    read here.
     """
 
     def __init__(
@@ -107,13 +96,13 @@ class Delivery:
         self.plan = plan
         self.settings = settings
         self.counts = Counts()
-        # Complete but for their reward, under `null_reward = wait`.
-        self.unrewarded = BitMap64()
+        self.collector = Collector(inventory, settings)
         self._wall = wall
-        # What was read but did not fit into the last batch.
-        self._carry: tuple[Unit, list[Sample]] | None = None
-        self._helper: ThreadPoolExecutor | None = None
-        self._writing: tuple[Future[Written], int, Collected] | None = None
+        self._writer: Writer | None = None
+        self._writing: Writing | None = None
+        self._in_a_row = 0
+        # Some row of this backlog cannot be used: each is looked into before it goes anywhere.
+        self._is_careful = False
 
     @property
     def in_flight(self) -> int:
@@ -123,7 +112,7 @@ class Delivery:
     @property
     def in_flight_bytes(self) -> int:
         """How many bytes these have."""
-        return self._writing[2].size_bytes if self._writing is not None else 0
+        return self._writing.collected.size_bytes if self._writing is not None else 0
 
     def missing_rows(self, source: Source) -> BitMap64:
         """Return the finished environments that have no usable row, and no note of it yet."""
@@ -132,16 +121,17 @@ class Delivery:
 
     def reload(self, settings: Settings) -> None:
         """Go on with other settings; what is ready stays ready."""
-        self.settings = settings
+        self.settings = self.collector.settings = settings
         self.plan.batch_size = settings.batch_size
         self.plan.linger_seconds = settings.linger_seconds
         if isinstance(self.plan, GroupPlan):
             self.plan.timeout_seconds = settings.group_timeout_seconds
             self.plan.partial = settings.partial_groups
 
-    def forget(self) -> None:
-        """Forget what was read and not published: the source is not the same any more."""
-        self._carry = None
+    def start_over(self, inventory: Inventory, plan: Plan | GroupPlan) -> None:
+        """Begin anew, with a source that was replaced."""
+        self.inventory, self.plan = inventory, plan
+        self.collector = Collector(inventory, self.settings)
 
     def deliver(self, source: Source, units: Sequence[Unit], now: float) -> None:
         """Publish one batch out of `units`, and note what cannot be delivered.
@@ -150,59 +140,115 @@ class Delivery:
         waits for it. When publishing fails everything stays to come. Raises SourceUnavailable, and
         SourceReplaced where it is not certain any more whose rows were read.
         """
-        collected = self._collect(source, units)
-        self.finish(source.job, now)
+        writer = self._ready_writer()
+        collected = self._collect(source, units, writer)
+        if not self.finish(source.job, now):
+            return  # what nobody can read of it becomes notes first
         # RACE: a database may be restored in place between the last look and the read.
-        if source.changed():
+        if not source.is_verified():
             source.verify(self.inventory.latest(), self.inventory.highest_environment)
         for note, group in collected.notes:
             self.note(note, source.job, now, group=group)
         self.plan.drop(collected.incomplete)
-        if not collected.samples:
-            return
-        # What did not fit into a batch that is full of bytes has lingered long enough.
-        is_full = self._carry is not None or collected.size_bytes >= self.settings.batch_bytes
-        self.plan.take(collected.units, now - self.settings.linger_seconds if is_full else now)
-        seq = self.numbers.next()
-        more = collected.size_bytes <= WRITE_AHEAD_BYTES and self.plan.next_batch(now)
-        if more:
-            if self._helper is None:
-                self._helper = ThreadPoolExecutor(1, thread_name_prefix="spoold-write")
-            future = self._helper.submit(self._write, seq, collected.samples)
-        else:
-            future = Future()
-            try:
-                future.set_result(self._write(seq, collected.samples))
-            except SpooldError as error:
-                future.set_exception(error)
-        collected.samples = []
-        self._writing = (future, seq, collected)
-        if not more:
-            self.finish(source.job, now)
+        if collected.samples:
+            self._publish(collected, writer, source.job, now)
+        if not self.plan.next_batch(now):
+            self.rest(source.job, now)
 
-    def finish(self, job: str, now: float) -> None:
+    def _collect(self, source: Source, units: Sequence[Unit], writer: Writer | None) -> Collected:
+        """Read a batch. Its messages are looked into here or, if that one has time, by the writer.
+
+        The bytes are the same: what the writer finds unsound is read once more, and becomes notes.
+        """
+        if writer is None or self._is_careful:
+            return self.collector.collect(source, units)
+        collected = self.collector.collect(source, units, trusted=True)
+        is_behind = self._writing is not None and not writer.has_answered()
+        if (is_behind or not writer.fits(collected.samples)) and not collected.check():
+            self._is_careful = True
+            return self.collector.collect(source, units)
+        return collected
+
+    def _publish(self, collected: Collected, writer: Writer | None, job: str, now: float) -> None:
+        seq = self.numbers.next()
+        self.plan.take(
+            collected.units, now - self.settings.linger_seconds if collected.is_full else now
+        )
+        samples, entry = codec.in_order(collected.samples), collected.entry()
+        collected.samples = []
+        if writer is not None and writer.fits(samples):
+            name = codec.name_batch(seq, samples, "")
+            writer.begin(name, samples, is_sound=collected.is_sound)
+            self._writing = Writing(name, entry, collected, writer)
+            return
+        assert collected.is_sound
+        with self._restoring(seq, collected.units, now):
+            began = time.monotonic()
+            name, data = codec.build_batch(seq, samples)
+            publish(self.run, self.lock, name, data)
+            seconds = time.monotonic() - began
+        self._take_in(name, entry, collected, seconds, job, now)
+
+    def finish(self, job: str, now: float) -> bool:
         """Wait for the batch that is being written, and take it in.
 
-        Raises what its writing raised; its environments are to come again then.
+        False where its messages were not sound: its environments are to come again, and are looked
+        into. So they are when its writing raised something; that is raised.
         """
-        if self._writing is None:
-            return
-        future, seq, collected = self._writing
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return True
+        seq, units = writing.name.seq, writing.collected.units
+        with self._restoring(seq, units, now):
+            written = writing.writer.finish()
+        if written is None:
+            self._is_careful = True
+            self.numbers.put_back(seq)
+            self.plan.restore(units, now)
+            return False
+        self._take_in(written.name, writing.entry, writing.collected, written.seconds, job, now)
+        return True
+
+    def rest(self, job: str, now: float) -> None:
+        """Finish what is being written, and end its writer: there is no backlog any more."""
         try:
-            written = future.result()
-        except SpooldError as error:
-            self.plan.restore(collected.units, now)
-            if not (isinstance(error, SpoolWriteError) and error.state_unknown):
-                self.numbers.put_back(seq)
-            raise
+            self.finish(job, now)
         finally:
-            self._writing = None
-        self._take_in(written, collected, job, now)
+            self._end_writer()
 
     def close(self) -> None:
-        """End the helper thread. A batch that it is writing is whole when this returns."""
-        if self._helper is not None:
-            self._helper.shutdown()
+        """End what runs beside. A batch that is being written is whole when this returns."""
+        self._end_writer()
+
+    def _end_writer(self) -> None:
+        self._in_a_row = 0
+        self._is_careful = False
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    @contextmanager
+    def _restoring(self, seq: int, units: Sequence[Unit], now: float) -> Iterator[None]:
+        """Put back what was taken for a batch where the batch does not become visible."""
+        try:
+            yield
+        except SpooldError as error:
+            self.plan.restore(units, now)
+            if not (isinstance(error, SpoolWriteError) and error.state_unknown):
+                self.numbers.put_back(seq)
+            self._end_writer()
+            raise
+
+    def _ready_writer(self) -> Writer | None:
+        """Return the process that writes; None where there is no backlog, or no process yet."""
+        self._in_a_row += 1
+        if self._writer is None and self._in_a_row == BACKLOG_BATCHES:
+            try:
+                self._writer = Writer(self.run, self.lock)
+            except OSError as error:
+                fields = {"error": str(error)}
+                log.warning("no process to write batches, going on alone", extra={"fields": fields})
+        return self._writer if self._writer is not None and self._writer.is_ready() else None
 
     def note(self, note: Note, job: str, now: float, *, group: str = "") -> None:
         """Set an environment aside with a note."""
@@ -217,117 +263,29 @@ class Delivery:
         fields = {"environment": note.environment, "reason": note.reason, "what": note.what}
         log.warning("environment set aside", extra={"fields": fields})
 
-    def _collect(self, source: Source, units: Sequence[Unit]) -> Collected:
-        into = Collected()
-        carry, self._carry = self._carry, None
-        known = {carry[0]: carry[1]} if carry is not None else {}
-        if not self.inventory.skip.isdisjoint(BitMap64([one for unit in units for one in unit])):
-            units = self._without_delivered(units, into)
-        rows = source.read([one for unit in units if unit not in known for one in unit])
-        for unit in units:
-            if self.counts.bad_in_a_row >= BAD_ROWS:
-                break
-            samples = known.get(unit) or self._convert(unit, rows, into)
-            if samples is None:
-                continue
-            size = sum([len(sample.line) for sample in samples])
-            if into.units and into.size_bytes + size > self.settings.batch_bytes:
-                self._carry = (unit, samples)
-                break
-            into.units.append(unit)
-            into.samples += samples
-            into.size_bytes += size
-            if into.size_bytes >= self.settings.batch_bytes:
-                break
-        return into
-
-    def _without_delivered(self, units: Sequence[Unit], into: Collected) -> list[Unit]:
-        """Leave out what was delivered or set aside by other means since it was offered."""
-        skip, left = self.inventory.skip, []
-        for unit in units:
-            if any(one in skip for one in unit):
-                into.incomplete += unit
-            else:
-                left.append(unit)
-        return left
-
-    def _convert(
-        self, unit: Unit, rows: Iterator[tuple[int, tuple[StepRow, ...]]], into: Collected
-    ) -> list[Sample] | None:
-        """Return the samples of a unit; None where it cannot be delivered as a whole."""
-        settings = self.settings
-        samples: list[Sample] = []
-        group = ""
-        size_bytes = 0
-        whole = True
-        for wanted in unit:
-            environment, steps = next(rows)
-            assert environment == wanted
-            if not steps:
-                into.incomplete.append(environment)
-                whole = False
-                continue
-            group = group or _group_of(steps[0])
-            encoded = codec.encode(
-                steps,
-                null_reward=settings.null_reward,
-                max_sample_bytes=settings.max_sample_bytes,
-            )
-            self._count(environment, encoded)
-            if encoded is None:
-                into.incomplete.append(environment)
-                whole = False
-            elif isinstance(encoded, Note):
-                into.notes.append((encoded, group))
-                whole = False
-            elif whole:
-                size_bytes += sum(len(sample.line) for sample in encoded)
-                samples += encoded
-                if size_bytes > settings.max_sample_bytes:
-                    samples.clear()  # of what is too big no more than this is ever held
-        if not whole:
-            return None
-        if size_bytes > settings.max_sample_bytes:
-            into.notes += [(note, group) for note in _too_big(unit, group, size_bytes, settings)]
-            return None
-        return samples
-
-    def _count(self, environment: int, encoded: list[Sample] | Note | None) -> None:
-        """Count bad rows in a row, and who waits for a reward."""
-        if encoded is None:
-            self.unrewarded.add(environment)
-            return
-        self.unrewarded.discard(environment)
-        if not isinstance(encoded, Note):
-            self.counts.bad_in_a_row = 0
-        elif not encoded.policy:
-            self.counts.bad_in_a_row += 1
-
-    def _write(self, seq: int, samples: list[Sample]) -> Written:
-        """Make a batch and publish it. Runs in the helper thread: changes nothing that is known."""
-        began = time.monotonic()
-        name, data = codec.build_batch(seq, samples)
-        publish(self.run, self.lock, name, data)
-        env_ids = {sample.environment: sample.env_id for sample in samples}
-        environments = tuple(sorted(env_ids))
-        entry = Entry(environments, env_ids[environments[-1]])
-        return Written(name, entry, sum(map(len, data)), time.monotonic() - began)
-
-    def _take_in(self, written: Written, collected: Collected, job: str, now: float) -> None:
-        name, entry, counts = written.name, written.entry, self.counts
-        self.inventory.published(name, entry, written.size_bytes)
+    def _take_in(
+        self,
+        name: BatchName,
+        entry: Entry,
+        collected: Collected,
+        seconds: float,
+        job: str,
+        now: float,
+    ) -> None:
+        counts = self.counts
+        self.inventory.published(name, entry, collected.size_bytes)
         counts.batches += 1
         counts.samples += name.samples
         counts.environments += len(entry.environments)
-        counts.size_bytes += written.size_bytes
+        counts.size_bytes += collected.size_bytes
         counts.last_published = self._wall()
         counts.latest_weights = name.lo, name.hi
-        counts.durations.add(written.seconds)
+        counts.durations.add(seconds)
         fields = {
             "batch": name.id,
             "environments": len(entry.environments),
             "samples": name.samples,
-            "bytes": written.size_bytes,
+            "bytes": collected.size_bytes,
         }
         log.info("published", extra={"fields": fields})
         self.drop_missing_row_notes(entry.environments)
@@ -350,16 +308,3 @@ class Delivery:
                 self.inventory.unnoted(file_name, environment)
                 fields = {"environment": environment, "note": file_name}
                 log.info("missing row turned up", extra={"fields": fields})
-
-
-def _too_big(unit: Unit, group: str, size_bytes: int, settings: Settings) -> Iterator[Note]:
-    """Yield a note for each member of a group that is too big as a whole."""
-    bound = f"more than max_sample_bytes = {settings.max_sample_bytes}"
-    for environment in unit:
-        what = f"its group {group} is {size_bytes} bytes, {bound}"
-        yield Note(environment=environment, env_id="", reason="too-big", what=what)
-
-
-def _group_of(row: StepRow) -> str:
-    group = row.group_id
-    return group.decode(errors="replace") if isinstance(group, bytes) else ""

@@ -16,8 +16,9 @@ from pyroaring import BitMap64
 
 from spoold import fs
 from spoold.config import Settings
+from spoold.daemon.collecting import BAD_ROWS
 from spoold.daemon.conditions import Conditions, code_of
-from spoold.daemon.delivery import BAD_ROWS, Delivery
+from spoold.daemon.delivery import Delivery
 from spoold.daemon.looking import Looking
 from spoold.daemon.notices import ClockWatch, note_spool
 from spoold.daemon.report import Report
@@ -223,7 +224,7 @@ class Daemon:
         if now < self._write_backoff.until:
             return
         if not self._may_read(now):
-            self.delivery.finish(self.looking.source.job, now)
+            self.delivery.rest(self.looking.source.job, now)
             return
         self._look(now)
         self._give_up_waiting(now)
@@ -302,7 +303,7 @@ class Daemon:
             self.conditions.begin("unreadable", error.message, error.hint, now=now)
             return False
         self.conditions.end("unreadable", now=now)
-        if self.delivery.counts.bad_in_a_row >= BAD_ROWS:
+        if self.delivery.collector.bad_in_a_row >= BAD_ROWS:
             text = f"{BAD_ROWS} bad environments, no good one between them"
             self.conditions.begin("bad-rows", text, now=now)
             return False
@@ -338,7 +339,7 @@ class Daemon:
 
     def _source_failed(self, error: SourceUnavailable, now: float) -> None:
         self.looking.failed(error, now)
-        self.delivery.forget()
+        self.delivery.collector.forget()
 
     def _retire(self, error: SourceReplaced, now: float) -> None:
         """Begin anew with a source that was replaced, or end the daemon, as the setting says."""
@@ -352,10 +353,7 @@ class Daemon:
         self.looking.start_over()
         self.inventory = self._new_inventory(self.run)
         self.inventory.load()
-        self.delivery.inventory = self.inventory
-        self.delivery.plan = self._new_plan()
-        self.delivery.forget()
-        self.delivery.unrewarded.clear()
+        self.delivery.start_over(self.inventory, self._new_plan())
         self._told_late.clear()
         self._overdue = Overdue(seconds=self.settings.missing_row_seconds)
         self._refresh_at = now
@@ -368,7 +366,7 @@ class Daemon:
                 for environment in self.plan.close(member.group):
                     self.delivery.note_late(environment, self.looking.source.job, now)
         self.plan.drop(look.gone)
-        self.delivery.unrewarded.difference_update(BitMap64(look.gone))
+        self.delivery.collector.unrewarded.difference_update(BitMap64(look.gone))
         self._overdue.drop(look.gone)
         for environment in self.plan.offer(look.candidates, now):
             self.delivery.note_late(environment, self.looking.source.job, now)
@@ -487,7 +485,7 @@ class Daemon:
         fields = {
             "running": self.looking.running,
             "missing_rows": len(self.delivery.missing_rows(self.looking.source)),
-            "without_reward": len(self.delivery.unrewarded),
+            "without_reward": len(self.delivery.collector.unrewarded),
             "groups": sum(1 for _ in self.plan.waiting()),
             "notes": self.inventory.note_count,
             "delivered": self.inventory.delivered,

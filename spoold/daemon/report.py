@@ -75,7 +75,7 @@ class Report:
             looking.running,
             plan.changes,
             len(looking.source.missing),
-            len(delivery.unrewarded),
+            len(delivery.collector.unrewarded),
             looking.looked_through,
             self._conditions.changes,
         )
@@ -107,13 +107,13 @@ class Report:
     ) -> statusfile.Status:
         source, inventory, plan = looking.source, delivery.inventory, delivery.plan
         settings = delivery.settings
-        delivery.unrewarded.difference_update(inventory.skip)
+        delivery.collector.unrewarded.difference_update(inventory.skip)
         waiting = Waiting(
             is_open=looking.is_open and looking.looked_through,
             running=looking.running,
             ready=len(plan),
             missing_rows=len(delivery.missing_rows(source)),
-            unrewarded=len(delivery.unrewarded),
+            unrewarded=len(delivery.collector.unrewarded),
             groups=sum(1 for _ in plan.waiting()),
             first_group=next(plan.waiting(), None),
             group_size=settings.group_size,

@@ -105,6 +105,9 @@ class Source(Protocol):
         merely gone is fine; those of `remembered` are returned.
         """
 
+    def is_verified(self) -> bool:
+        """Whether nothing was committed since the last `verify`. Nearly free."""
+
 
 def open_source(
     url: str,

@@ -81,6 +81,7 @@ class SqliteSource:
         self._heights: Heights | None = None
         self._highest_step = 0
         self._seen: object = None
+        self._verified: object = None
         self._watched = Watched(clock())
         self._share = Share(shard, job=self.job)
 
@@ -147,7 +148,7 @@ class SqliteSource:
             raise self._changed_schema(error) from error
         self._database = database
         self._file, self._wal, self._stale_wal = database.id, database.wal_id, None
-        self._seen = None
+        self._seen = self._verified = None
 
     def _take(self, database: Database, *, is_new: bool) -> None:
         if not self._share.is_whole:
@@ -462,6 +463,7 @@ class SqliteSource:
 
     def verify(self, remembered: Mapping[int, str], highest: int) -> BitMap64:
         """Make sure that this is the database that was delivered from; return whose row is gone."""
+        stamp = self._connected().stamp()
         with self._transaction() as (connection, schema):
             heights = heights_of(connection, schema)
             if not heights.environments:
@@ -483,7 +485,13 @@ class SqliteSource:
                     "delivered from here",
                     hint="on_replaced says what becomes of the old spool",
                 )
+        self._verified = stamp
         return BitMap64(remembered.keys() - found.keys())
+
+    def is_verified(self) -> bool:
+        """Whether nothing was committed since the last `verify`."""
+        database = self._database
+        return database is not None and database.is_open and database.stamp() == self._verified
 
 
 def _group(group: object) -> str:

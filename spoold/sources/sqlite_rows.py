@@ -117,25 +117,28 @@ class RowReader:
         """Add as many of `ids` as fit into `room` bytes, at least one; returns what is left."""
         environments = self._environments(connection, schema, ids)
         pks = self._row_ids(connection, schema, environments)
-        wanted = [pk for one in ids for pk in pks.get(one, ())]
-        cursor = connection.execute(schema.rows, {"ids": str(wanted)})
-        row = cursor.fetchone()
-        for one in ids:
-            environment = environments.get(one)
-            rows: list[StepRow] = []
-            # Rows come in the order of `wanted`; one that is gone is left out.
-            own = pks.get(one, ())
-            while row is not None and row[1] in own:
-                room -= len(row[5] or b"") + len(row[6] or b"")
-                if self._is_own(row):
-                    assert environment is not None
-                    rows.append(StepRow._make(environment[:5] + row[1:]))
-                row = cursor.fetchone() if room > 0 or len(own) > 1 else None
-            sessions.append(self._session(environment, rows))
-            if room <= 0:
-                break
+        owners = {pk: one for one in ids for pk in pks.get(one, ())}
+        rows: dict[int, list[StepRow]] = {}
+        last = 0
+        cursor = connection.execute(schema.rows, {"ids": str(list(owners))})
+        # Rows come in the order of `owners`; one that is gone is left out.
+        for row in cursor:
+            one = owners[row[1]]
+            if one != last:
+                if room <= 0:
+                    break
+                own = rows[one] = []
+                facts = environments[one][:5]
+                last = one
+            room -= len(row[5] or b"") + len(row[6] or b"")
+            if self._is_own(row):
+                own.append(StepRow._make(facts + row[1:]))
         # A cursor that is not at its end keeps the transaction alive.
         cursor.close()
+        for one in ids:
+            sessions.append(self._session(environments.get(one), rows.get(one, [])))
+            if one == last and room <= 0:
+                break
         return room
 
     def _environments(

@@ -96,7 +96,9 @@ class Numbers:
         return highest
 
 
-def publish(run: RunDir, lock: fs.Lock, name: BatchName, data: bytes | Sequence[bytes]) -> None:
+def publish(
+    run: RunDir, lock: fs.Lock, name: BatchName, data: bytes | Sequence[bytes | memoryview]
+) -> None:
     """Make a batch visible in pending/, whole and durable.
 
     Raises SpoolLocked when the lock file is not the one that this daemon holds any more (nothing

@@ -1,0 +1,175 @@
+"""Read and convert the rows of the environments that are due, and cut them into a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from pyroaring import BitMap64
+
+from spoold import codec
+from spoold.config import Settings
+from spoold.ledger import Entry
+from spoold.model import Note, Sample, StepRow
+from spoold.policy import Unit
+from spoold.sources import Source
+from spoold.spool.inventory import Inventory
+
+__all__ = ["BAD_ROWS", "Collected", "Collector"]
+
+BAD_ROWS: Final = 100
+
+
+@dataclass(slots=True)
+class Collected:
+    """The rows of one batch, converted, and what was found on the way."""
+
+    units: list[Unit] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    size_bytes: int = 0
+    notes: list[tuple[Note, str]] = field(default_factory=list)
+    incomplete: list[int] = field(default_factory=list)
+    is_full: bool = False
+    """Closed by its bytes: what did not fit has lingered long enough."""
+    is_sound: bool = True
+    """Whether it is known that the messages are sound: see `codec.encode`."""
+
+    def entry(self) -> Entry:
+        """Return what the ledger is to say of a batch of these."""
+        env_ids = {sample.environment: sample.env_id for sample in self.samples}
+        environments = tuple(sorted(env_ids))
+        return Entry(environments, env_ids[environments[-1]])
+
+    def check(self) -> bool:
+        """See whether the messages are sound."""
+        self.is_sound = all(codec.are_sound(one.line, (one.messages,)) for one in self.samples)
+        return self.is_sound
+
+
+class Collector:
+    """Holds what was read and did not fit into the last batch; nothing else from batch to batch."""
+
+    def __init__(self, inventory: Inventory, settings: Settings) -> None:
+        self.inventory = inventory
+        self.settings = settings
+        self.bad_in_a_row = 0
+        """Rows that nobody could use, with no good one between them."""
+        # Complete but for their reward, under `null_reward = wait`.
+        self.unrewarded = BitMap64()
+        self._carry: tuple[Unit, list[Sample]] | None = None
+
+    def forget(self) -> None:
+        """Forget what was read and not published: the source is not the same any more."""
+        self._carry = None
+
+    def collect(self, source: Source, units: Sequence[Unit], *, trusted: bool = False) -> Collected:
+        """Return the beginning of `units` that makes one batch, and what was found on the way.
+
+        `trusted`: the messages are not looked into, somebody else will. Raises SourceUnavailable.
+        """
+        into = Collected(is_sound=not trusted)
+        carry, self._carry = self._carry, None
+        known = {carry[0]: carry[1]} if carry is not None else {}
+        if not self.inventory.skip.isdisjoint(BitMap64([one for unit in units for one in unit])):
+            units = self._without_delivered(units, into)
+        rows = source.read([one for unit in units if unit not in known for one in unit])
+        for unit in units:
+            if self.bad_in_a_row >= BAD_ROWS:
+                break
+            samples = known.get(unit) or self._convert(unit, rows, into, trusted)
+            if samples is None:
+                continue
+            size = sum([len(sample.line) for sample in samples])
+            if into.units and into.size_bytes + size > self.settings.batch_bytes:
+                into.is_full = True
+                if not trusted:
+                    self._carry = (unit, samples)
+                break
+            into.units.append(unit)
+            into.samples += samples
+            into.size_bytes += size
+            if into.size_bytes >= self.settings.batch_bytes:
+                into.is_full = True
+                break
+        return into
+
+    def _without_delivered(self, units: Sequence[Unit], into: Collected) -> list[Unit]:
+        """Leave out what was delivered or set aside by other means since it was offered."""
+        skip, left = self.inventory.skip, []
+        for unit in units:
+            if any(one in skip for one in unit):
+                into.incomplete += unit
+            else:
+                left.append(unit)
+        return left
+
+    def _convert(
+        self,
+        unit: Unit,
+        rows: Iterator[tuple[int, tuple[StepRow, ...]]],
+        into: Collected,
+        trusted: bool,
+    ) -> list[Sample] | None:
+        """Return the samples of a unit; None where it cannot be delivered as a whole."""
+        settings = self.settings
+        samples: list[Sample] = []
+        group = ""
+        size_bytes = 0
+        whole = True
+        for wanted in unit:
+            environment, steps = next(rows)
+            assert environment == wanted
+            if not steps:
+                into.incomplete.append(environment)
+                whole = False
+                continue
+            group = group or _group_of(steps[0])
+            encoded = codec.encode(
+                steps,
+                null_reward=settings.null_reward,
+                max_sample_bytes=settings.max_sample_bytes,
+                trusted=trusted,
+            )
+            self._count(environment, encoded)
+            if encoded is None:
+                into.incomplete.append(environment)
+                whole = False
+            elif isinstance(encoded, Note):
+                into.notes.append((encoded, group))
+                whole = False
+            elif whole:
+                size_bytes += sum(len(sample.line) for sample in encoded)
+                samples += encoded
+                if size_bytes > settings.max_sample_bytes:
+                    samples.clear()  # of what is too big no more than this is ever held
+        if not whole:
+            return None
+        if size_bytes > settings.max_sample_bytes:
+            into.notes += [(note, group) for note in _too_big(unit, group, size_bytes, settings)]
+            return None
+        return samples
+
+    def _count(self, environment: int, encoded: list[Sample] | Note | None) -> None:
+        """Count bad rows in a row, and who waits for a reward."""
+        if encoded is None:
+            self.unrewarded.add(environment)
+            return
+        self.unrewarded.discard(environment)
+        if not isinstance(encoded, Note):
+            self.bad_in_a_row = 0
+        elif not encoded.policy:
+            self.bad_in_a_row += 1
+
+
+def _too_big(unit: Unit, group: str, size_bytes: int, settings: Settings) -> Iterator[Note]:
+    """Yield a note for each member of a group that is too big as a whole."""
+    bound = f"more than max_sample_bytes = {settings.max_sample_bytes}"
+    for environment in unit:
+        what = f"its group {group} is {size_bytes} bytes, {bound}"
+        yield Note(environment=environment, env_id="", reason="too-big", what=what)
+
+
+def _group_of(row: StepRow) -> str:
+    group = row.group_id
+    return group.decode(errors="replace") if isinstance(group, bytes) else ""

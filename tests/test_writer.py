@@ -1,0 +1,355 @@
+"""The process that writes batches beside the daemon: the same files, the same errors, one lock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from spoold import fs
+from spoold.codec import build_batch, name_batch
+from spoold.daemon import delivery
+from spoold.errors import SpoolLocked, SpoolWriteError
+from spoold.layout import RunDir
+from spoold.model import Sample
+from spoold.spool import setup, writer
+from spoold.spool.writer import MAX_BYTES, Writer
+from tests.support.batches import sample_line, tree
+from tests.support.beside import beside_at_once, wait_for
+from tests.support.daemons import Running, environments, running, start
+from tests.support.rollouts import Rollouts, make_rollouts
+
+BAD = [
+    b"[" + b" " * 80 + b"]x",
+    b'[{"role": "user", "content": "' + b"x" * 80 + b'"},]',
+    b'[{"role": "user", "content": "' + b"x" * 80 + b"\xff" + b'"}]',
+    b'[{"role": "user"}], [{"content": "' + b"x" * 80 + b'"}]',
+    b'[{"role": "user"}], "reward": 9, "x": [{"content": "' + b"x" * 80 + b'"}]',
+    b'["' + b"x" * 80 + b'"]',
+    b'{"role": "user", "content": "' + b"x" * 80 + b'"}',
+]
+
+
+def sample_of(environment: int, messages: bytes = b'[{"role":"user"}]') -> Sample:
+    before, key, after = sample_line(environment).partition(b'"messages":')
+    at = len(before + key)
+    line = before + key + messages + after[after.index(b"]") + 1 :]
+    return Sample(environment, f"env-{environment}", 96, 7, line, (at, at + len(messages)))
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path) -> Iterator[Rollouts]:
+    made = make_rollouts(tmp_path / "rollout.db")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return setup.make_run(str(tmp_path / "run"))
+
+
+@pytest.fixture
+def lock(run: RunDir) -> Iterator[fs.Lock]:
+    lock = fs.Lock(run.lock)
+    assert lock.acquire()
+    yield lock
+    lock.release()
+
+
+@contextmanager
+def ready(run: RunDir, lock: fs.Lock) -> Iterator[Writer]:
+    beside = Writer(run, lock)
+    try:
+        wait_for(beside)
+        yield beside
+    finally:
+        beside.close()
+
+
+def pid_of(beside: Writer) -> int:
+    return beside._process.pid
+
+
+def kill(beside: Writer, number: int) -> None:
+    os.kill(pid_of(beside), number)
+
+
+def write(beside: Writer, seq: int, *samples: Sample, is_sound: bool = True) -> str | None:
+    beside.begin(name_batch(seq, samples, ""), samples, is_sound=is_sound)
+    written = beside.finish()
+    return None if written is None else written.name.file_name
+
+
+class TestOneBatch:
+    def test_it_is_the_file_that_the_daemon_would_write(self, run: RunDir, lock: fs.Lock) -> None:
+        with ready(run, lock) as beside:
+            for seq, samples in enumerate(([sample_of(1), sample_of(2)], [sample_of(3)]), 1):
+                name, pieces = build_batch(seq, samples)
+                assert write(beside, seq, *samples) == name.file_name
+                assert Path(run.pending, name.file_name).read_bytes() == b"".join(pieces)
+        assert os.stat(run.pending + "/" + name.file_name).st_mode & 0o7777 == 0o640
+        assert tree(run, ".spoold/tmp") == []
+
+    @pytest.mark.parametrize("messages", BAD)
+    def test_messages_that_nobody_can_read_keep_all_of_it_back(
+        self, run: RunDir, lock: fs.Lock, messages: bytes
+    ) -> None:
+        good = b'[{"role": "user", "content": "q"}]'
+        with ready(run, lock) as beside:
+            samples = [sample_of(1, good), sample_of(2, messages)]
+            assert write(beside, 1, *samples, is_sound=False) is None
+            assert tree(run) == []
+            assert write(beside, 1, sample_of(1, good), is_sound=False) is not None
+
+    def test_it_fits_up_to_eight_mebibytes(self, run: RunDir, lock: fs.Lock) -> None:
+        size = MAX_BYTES - len(sample_of(1).line)
+        full = [Sample(1, "env-1", 96, 7, b"x" * size), sample_of(2)]
+        with ready(run, lock) as beside:
+            assert beside.fits(full)
+            assert not beside.fits([*full, Sample(3, "env-3", 96, 7, b"\n")])
+            name = write(beside, 1, *full)
+            assert name is not None
+            assert os.stat(f"{run.pending}/{name}").st_size == MAX_BYTES
+
+    def test_many_small_samples_fit_with_all_their_places(self, run: RunDir, lock: fs.Lock) -> None:
+        line = b'{"messages":[{}]}\n'
+        samples = [Sample(1, "env-1", 96, 7, line, (12, 16))] * writer._MAX_SAMPLES
+        with ready(run, lock) as beside:
+            assert beside.fits(samples)
+            assert not beside.fits([*samples, samples[0]])
+            name = write(beside, 1, *samples, is_sound=False)
+            assert name is not None
+            assert os.stat(f"{run.pending}/{name}").st_size == len(line) * len(samples)
+
+
+class TestFailures:
+    def test_a_write_that_fails_is_told_with_its_errno_and_remedy(
+        self, run: RunDir, lock: fs.Lock
+    ) -> None:
+        with ready(run, lock) as beside:
+            os.rmdir(run.pending)
+            with pytest.raises(SpoolWriteError, match="cannot publish 000000001") as caught:
+                write(beside, 1, sample_of(1))
+            assert caught.value.hint
+            assert not caught.value.state_unknown
+            assert tree(run, ".spoold/tmp") == []
+            os.mkdir(run.pending)
+            assert write(beside, 1, sample_of(1)) is not None
+
+    def test_a_lock_file_that_was_replaced_stops_it(self, run: RunDir, lock: fs.Lock) -> None:
+        with ready(run, lock) as beside:
+            os.unlink(run.lock)
+            Path(run.lock).touch()
+            with pytest.raises(SpoolLocked):
+                write(beside, 1, sample_of(1))
+            assert tree(run) == []
+
+    def test_of_one_that_was_killed_nobody_knows_how_far_it_came(
+        self, run: RunDir, lock: fs.Lock
+    ) -> None:
+        with ready(run, lock) as beside:
+            kill(beside, signal.SIGSTOP)
+            beside.begin(name_batch(1, [sample_of(1)], ""), [sample_of(1)], is_sound=True)
+            kill(beside, signal.SIGKILL)
+            with pytest.raises(SpoolWriteError, match="ended \\(exit code -9\\)") as caught:
+                beside.finish()
+            assert caught.value.state_unknown
+            assert not beside.is_ready()
+
+
+class TestItsLife:
+    def test_what_stops_a_daemon_does_not_stop_it_in_the_middle(
+        self, run: RunDir, lock: fs.Lock
+    ) -> None:
+        with ready(run, lock) as beside:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                kill(beside, number)
+            assert write(beside, 1, sample_of(1)) is not None
+            pid = pid_of(beside)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    def test_closing_waits_for_the_batch_that_is_being_written(
+        self, run: RunDir, lock: fs.Lock
+    ) -> None:
+        with ready(run, lock) as beside:
+            beside.begin(name_batch(1, [sample_of(1)], ""), [sample_of(1)], is_sound=True)
+        assert len(tree(run)) == 1
+
+    def test_after_a_kill_of_the_daemon_the_lock_is_held_until_the_batch_is_whole(
+        self, run: RunDir
+    ) -> None:
+        script = """if True:
+            import os, signal, sys
+            from spoold import fs
+            from spoold.codec import name_batch
+            from spoold.layout import RunDir
+            from spoold.spool.writer import Writer
+            from tests.support.beside import wait_for
+            from tests.test_writer import pid_of, sample_of
+            run = RunDir(sys.argv[1])
+            lock = fs.Lock(run.lock)
+            assert lock.acquire()
+            beside = Writer(run, lock)
+            wait_for(beside)
+            os.kill(pid_of(beside), signal.SIGSTOP)
+            beside.begin(name_batch(1, [sample_of(1)], ""), [sample_of(1)], is_sound=True)
+            print(pid_of(beside), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+        daemon = subprocess.Popen(
+            [sys.executable, "-c", script, run.root], stdout=subprocess.PIPE, text=True
+        )
+        assert daemon.stdout is not None
+        pid = int(daemon.stdout.readline())
+        daemon.wait()
+        daemon.stdout.close()
+        assert fs.lock_is_held(run.lock)
+        assert tree(run) == []
+        ends = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGCONT)
+        signal_ended(ends)
+        assert len(tree(run)) == 1
+        assert not fs.lock_is_held(run.lock)
+
+
+def signal_ended(pidfd: int) -> None:
+    """Wait until a process that is nobody's child here has ended."""
+    import select
+
+    assert select.select([pidfd], [], [], 60)[0]
+    os.close(pidfd)
+
+
+def register(rollouts: Rollouts, count: int, bad: dict[int, bytes]) -> list[int]:
+    ids = rollouts.register(count)
+    with rollouts.together():
+        for one in ids:
+            if one in bad:
+                rollouts.complete(one, messages=bad[one])
+            else:
+                rollouts.complete(one)
+    return ids
+
+
+def files(it: Running) -> dict[str, bytes]:
+    return {name: Path(it.run.root, name).read_bytes() for name in tree(it.run)}
+
+
+def notes(it: Running) -> list[str]:
+    return sorted(name for name in os.listdir(it.run.rejected) if name.startswith("env-"))
+
+
+class TestABacklog:
+    @pytest.mark.parametrize("bad", [{}, {3: BAD[1]}, {7: BAD[0], 8: BAD[4], 20: BAD[2]}])
+    @pytest.mark.parametrize("is_busy", [False, True])
+    def test_two_processes_make_the_files_and_notes_that_one_makes(
+        self,
+        tmp_path: Path,
+        rollouts: Rollouts,
+        monkeypatch: pytest.MonkeyPatch,
+        bad: dict[int, bytes],
+        is_busy: bool,
+    ) -> None:
+        ids = register(rollouts, 24, bad)
+        monkeypatch.setattr(delivery, "BACKLOG_BATCHES", 10_000)
+        with running(tmp_path, batch_size=2, run_dir=tmp_path / "alone") as it:
+            it.go()
+            alone = files(it), notes(it)
+            assert environments(it.run) == [one for one in ids if one not in bad]
+        asked = beside_at_once(monkeypatch)
+        if is_busy:
+            monkeypatch.setattr(Writer, "has_answered", lambda self: False)
+        with running(tmp_path, batch_size=2, run_dir=tmp_path / "beside") as it:
+            it.go()
+            assert (files(it), notes(it)) == alone
+        assert len(asked) > (8 if not bad else 2)
+
+    def test_a_batch_that_the_other_process_cannot_write_is_tried_again(
+        self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ids = register(rollouts, 12, {})
+        beside_at_once(monkeypatch)
+        it = start(tmp_path, batch_size=2)
+        finish = Writer.finish
+        failures = [SpoolWriteError("no room", errno=28)]
+
+        def full(self: Writer) -> object:
+            if failures:
+                assert finish(self) is not None
+                for name in tree(it.run):
+                    os.unlink(f"{it.run.root}/{name}")
+                raise failures.pop()
+            return finish(self)
+
+        monkeypatch.setattr(Writer, "finish", full)
+        it.go()
+        it.go(60.0)
+        assert sorted(set(environments(it.run))) == ids[-len(environments(it.run)) :]
+        it.daemon.stop()
+        it.kill()
+
+    def test_without_a_second_process_it_goes_on_alone(
+        self,
+        tmp_path: Path,
+        rollouts: Rollouts,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        def none_left(*_: object, **__: object) -> None:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+        ids = register(rollouts, 12, {})
+        monkeypatch.setattr(writer.subprocess, "Popen", none_left)
+        with running(tmp_path, batch_size=1) as it:
+            it.go()
+            assert environments(it.run) == ids
+        said = [r for r in caplog.records if r.message.startswith("no process to write batches")]
+        assert len(said) == 1
+
+    def test_the_process_is_there_only_while_there_is_a_backlog(
+        self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = beside_at_once(monkeypatch)
+        register(rollouts, 12, {})
+        with running(tmp_path, batch_size=2) as it:
+            it.go()
+            assert asked
+            assert it.daemon.delivery._writer is None
+            asked.clear()
+            # One at a time is no backlog.
+            for _ in range(3):
+                register(rollouts, 2, {})
+                it.go()
+            assert not asked
+
+    def test_a_kill_of_the_process_ends_the_daemon_and_the_next_one_goes_on(
+        self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ids = register(rollouts, 12, {})
+        asked = beside_at_once(monkeypatch)
+        it = start(tmp_path, batch_size=2)
+        begin = Writer.begin
+
+        def and_kill(self: Writer, *args: object, **facts: object) -> None:
+            begin(self, *args, **facts)  # type: ignore[arg-type]
+            if len(asked) == 3:
+                kill(self, signal.SIGKILL)
+
+        monkeypatch.setattr(Writer, "begin", and_kill)
+        with pytest.raises(SpoolWriteError) as caught:
+            it.go()
+        assert caught.value.exit_code == 74
+        it.daemon.stop()
+        it.kill()
+        monkeypatch.setattr(Writer, "begin", begin)
+        with running(tmp_path, batch_size=2) as it:
+            it.go()
+            assert environments(it.run) == ids
