@@ -72,7 +72,7 @@ class Desk:
             return self._problem
         if held is None:
             return "holds no batch"
-        return f"holds {held.batch.id}, answered {held.answered} times, not acked"
+        return f"holds {held.batch.id}, not acked (answers: {held.answered})"
 
     # --- get ----------------------------------------------------------------------------------
 
