@@ -15,6 +15,11 @@ def _object(properties: _Schema, *required: str) -> _Schema:
     return {"type": "object", "properties": properties, "required": list(required)}
 
 
+def _integer(least: int, most: int, *, nullable: bool = False) -> _Schema:
+    schema: _Schema = {"type": "integer", "minimum": least, "maximum": most}
+    return schema | {"nullable": True} if nullable else schema
+
+
 def _answers(good: _Schema, *statuses: str) -> _Schema:
     refusal = {"content": {"application/json": {"schema": _REFUSAL}}}
     answers = {status: {"description": _MEANS[status], **refusal} for status in statuses}
@@ -45,7 +50,7 @@ _MEANS: Final = {
     "503": "the disk refuses; the same request may succeed later",
 }
 _TEXT: Final = {"type": "string"}
-_STEP: Final = {"type": "integer", "minimum": 0, "maximum": 10**18 - 1, "nullable": True}
+_STEP: Final = _integer(0, 10**18 - 1, nullable=True)
 _REFUSAL: Final = _object(
     {"success": {"enum": [False]}, "message": _TEXT, "retryable": {"type": "boolean"}},
     *("success", "message", "retryable"),
@@ -93,7 +98,7 @@ OPENAPI: Final[_Schema] = {
     "paths": {
         "/get_rollout_data": _post(
             "A batch, the same one until it is acked; success is false where there is none.",
-            _object({"max_groups": {"type": "integer", "minimum": 1, "maximum": 2**63 - 1}}),
+            _object({"max_groups": _integer(1, 2**63 - 1, nullable=True)}),
             _BATCH,
             required=False,
         ),
@@ -106,7 +111,7 @@ OPENAPI: Final[_Schema] = {
         ),
         "/rewind": _post(
             "Put back what was acked with a later step; -1 for all that was acked with one.",
-            _object({"step": {"type": "integer", "minimum": -1, "maximum": 10**18 - 1}}, "step"),
+            _object({"step": _integer(-1, 10**18 - 1)}, "step"),
             _object(
                 _DONE | {"batch_ids": {"type": "array", "items": _TEXT}},
                 *("success", "message", "batch_ids"),
@@ -120,12 +125,12 @@ OPENAPI: Final[_Schema] = {
                 {
                     "num_repeat_per_sample": {
                         "oneOf": [
-                            {"type": "integer", "minimum": 1, "maximum": 10**9},
+                            _integer(1, 10**9, nullable=True),
                             {"type": "string", "pattern": "^[1-9][0-9]{0,8}$"},
                         ]
                     },
-                    "restart_training": {"type": "boolean"},
-                    "skip_instance_ids": {"type": "array", "items": _TEXT},
+                    "restart_training": {},
+                    "skip_instance_ids": {},
                 }
             ),
             _object(_DONE, "success", "message"),
