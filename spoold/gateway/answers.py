@@ -20,7 +20,7 @@ import orjson
 __all__ = ["PIECE_BYTES", "Envelope", "Summary", "envelope", "nothing", "pieces", "summarize"]
 
 # How much of a batch is in memory for one client.
-PIECE_BYTES: Final = 256 << 10
+PIECE_BYTES: Final = 512 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +73,11 @@ def summarize(batch_id: str, lines: Iterable[bytes]) -> Summary:
     for number, line in enumerate(lines, start=1):
         size_bytes += len(line)
         try:
-            sample = orjson.loads(line)
-            group, reward = sample["instance_id"], sample["reward"]
-            version = sample["extra_info"]["weight_version"]
+            group, reward, version = _facts(line)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"line {number} is no sample") from error
-        if not (line.endswith(b"\n") and isinstance(group, str) and _is_number(reward)):
-            raise ValueError(f"line {number} is no sample")
-        if type(version) is not int:
-            raise ValueError(f"line {number} has weight version {version!r}")
         groups[group] += 1
-        rewards.append(float(reward))
+        rewards.append(reward)
         versions.append(version)
     if not rewards:
         raise ValueError("it is empty")
@@ -101,38 +95,67 @@ def summarize(batch_id: str, lines: Iterable[bytes]) -> Summary:
     )
 
 
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+def _facts(line: bytes) -> tuple[str, float, int]:
+    """Return instance id, reward and weight version. Raises ValueError, KeyError or TypeError."""
+    if not line.endswith(b"}\n"):
+        raise ValueError("not one object on a line of its own")
+    try:
+        outer = _outer(line)
+    except ValueError:  # not as spoold writes it: a space, another order
+        outer = orjson.loads(line)
+    group, reward = outer["instance_id"], outer["reward"]
+    version = outer["extra_info"]["weight_version"]
+    if type(group) is not str or type(version) is not int or type(reward) not in (int, float):
+        raise TypeError(line[:100])
+    if not math.isfinite(reward):
+        raise ValueError(reward)
+    return group, float(reward), version
+
+
+def _outer(line: bytes) -> dict[str, Any]:
+    """Return a sample without its messages, which are nearly all of it, and are not looked at.
+
+    Sure, because a quotation mark inside a text is escaped: these bytes are in no text. In the
+    messages there may be a "reward", so it is the last one that counts; what follows that must
+    end the sample. Raises ValueError where the keys are not in the order in which spoold writes
+    them.
+    """
+    head = orjson.loads(line[: line.index(b',"messages":')] + b"}")
+    tail = orjson.loads(b"{" + line[line.rindex(b',"reward":') + 1 :])
+    if "extra_info" not in tail or "instance_id" not in head:
+        raise ValueError("not in this order")
+    return {**head, **tail}
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What stands before and after the lines; `content_length` is of the whole answer."""
+    """What stands before and after the lines. `size_bytes` is of the whole answer."""
 
     head: bytes
     tail: bytes
-    content_length: int
+    size_bytes: int
+    lines_bytes: int
 
 
 def envelope(summary: Summary, message: str) -> Envelope:
     """Return the envelope of a batch."""
     head = b'{"success":true,"message":' + orjson.dumps(message) + b',"data":{"data":['
     tail = b'],"meta_info":' + orjson.dumps(summary.meta_info()) + b"}}"
-    return Envelope(head, tail, len(head) + summary.size_bytes - 1 + len(tail))
+    lines_bytes = summary.size_bytes - 1  # all but the last line end
+    return Envelope(head, tail, len(head) + lines_bytes + len(tail), lines_bytes)
 
 
-def pieces(file: BufferedReader, size_bytes: int) -> Iterator[bytes]:
-    """Yield the lines of a batch as the members of a list, a piece at a time.
-
-    Ends early where the file is shorter than it was.
-    """
-    left = size_bytes - 1  # all but the last line end
+def pieces(around: Envelope, file: BufferedReader) -> Iterator[bytes]:
+    """Yield the answer, a piece at a time. Ends early where the file is shorter than it was."""
+    left, before = around.lines_bytes, around.head
     while left > 0:
         piece = file.read(min(PIECE_BYTES, left))
         if not piece:
             return
         left -= len(piece)
-        yield piece.replace(b"\n", b",")
+        # Few and large: each one wakes the client.
+        yield b"".join((before, piece.replace(b"\n", b","), b"" if left else around.tail))
+        before = b""
 
 
 def nothing(message: str) -> bytes:

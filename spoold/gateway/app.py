@@ -189,7 +189,7 @@ class _BatchResponse(Response):
     def __init__(self, answer: Answer, words: str) -> None:
         self._answer = answer
         self._envelope = envelope(answer.held.summary, words)
-        length = str(self._envelope.content_length)
+        length = str(self._envelope.size_bytes)
         super().__init__(media_type="application/json", headers={"content-length": length})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -211,19 +211,20 @@ class _BatchResponse(Response):
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
-        await body(self._envelope.head)
-        remaining = pieces(file, held.summary.size_bytes)
-        while not gone.done():
+        remaining = pieces(self._envelope, file)
+        left = self._envelope.size_bytes
+        while left and not gone.done():
+            problem = "its file is shorter than it was"
             try:
-                piece = await asyncio.to_thread(next, remaining, None)
+                piece = await asyncio.to_thread(next, remaining, b"")
             except OSError as error:
-                fields = {"batch": held.batch.id, "error": str(error)}
+                piece, problem = b"", str(error)
+            if not piece:
+                fields = {"batch": held.batch.id, "problem": problem}
                 log.warning("batch cannot be read", extra={"fields": fields})
                 return  # the server ends the connection
-            if piece is None:
-                break
+            left -= len(piece)
             await body(piece)
-        await body(self._envelope.tail)
         await body(b"")  # waits until the server has little left to send
         # An end of the connection that was noticed by now is known after one turn of the loop. The
         # next get of a client that has it all comes later than that.

@@ -50,17 +50,18 @@ async def read_facts(request: Request, limit_bytes: int) -> dict[str, Any]:
 
     Raises Refused for one that is too large, too slow, or anything else.
     """
-    too_large = Refused(413, f"the body is larger than {limit_bytes} bytes")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit_bytes:
-        raise too_large
+        raise _too_large(limit_bytes)
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for piece in request.stream():
                 body += piece
                 if len(body) > limit_bytes:
-                    raise too_large
+                    # No name for it here: with one, it and its traceback would hold each other,
+                    # and the body, until the collector comes by.
+                    raise _too_large(limit_bytes)
     except TimeoutError:
         raise Refused(408, f"the body did not come within {BODY_SECONDS:.0f} s") from None
     if not body.strip():
@@ -72,6 +73,10 @@ async def read_facts(request: Request, limit_bytes: int) -> dict[str, Any]:
     if not isinstance(facts, dict):
         raise Refused(400, "the body is no JSON object")
     return facts
+
+
+def _too_large(limit_bytes: int) -> Refused:
+    return Refused(413, f"the body is larger than {limit_bytes} bytes")
 
 
 def whole_number(facts: dict[str, Any], name: str, *, least: int, most: int) -> int | None:
