@@ -6,8 +6,8 @@
     POST /start_rollout      what such clients send         answered; nothing is started
     GET  /health, /openapi.json
 
-It is one consumer of the spool, in one process, and holds one batch at a time. All that touches the
-disk runs in one thread, in the order in which it was asked for; the event loop only talks.
+It is one consumer of the spool, in one process, and holds one batch at a time. All that claims,
+acks and moves runs in one thread, in the order in which it was asked for; the event loop only talks.
 
 A get waits up to two seconds for a batch; then, and when the spool cannot be used, it is answered
 with `"success": false` and the reason: the clients sleep and ask again, while an error would make
