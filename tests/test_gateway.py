@@ -461,6 +461,17 @@ def test_on_next_get_a_client_that_left_early_gets_it_again(run: Path) -> None:
         assert client.get().batch_id == first.id
 
 
+def test_on_next_get_a_client_that_starts_gets_what_the_one_before_may_have_died_with(
+    run: Path,
+) -> None:
+    first, second = put(run, 1), put(run, 2)
+    with serving(run, ack="on-next-get") as client:
+        client.get()
+        client.start(num_repeat_per_sample=1)
+        assert client.get().batch_id == first.id
+        assert client.get().batch_id == second.id
+
+
 def test_on_next_get_nothing_new_comes_while_the_ack_fails(run: Path, disk: Disk) -> None:
     first, second = put(run, 1), put(run, 2)
     with serving(run, ack="on-next-get") as client:

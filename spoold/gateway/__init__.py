@@ -6,8 +6,8 @@
     POST /start_rollout      what such clients send         answered; nothing is started
     GET  /health, /openapi.json
 
-It is one consumer of the spool, in one process, and holds one batch at a time. All that claims,
-acks and moves runs in one thread, in the order in which it was asked for; the event loop only talks.
+It is one consumer of the spool, in one process, and holds one batch at a time. Whatever claims,
+acks or moves runs in one thread, in the order in which it was asked for; the event loop talks.
 
 A get waits up to two seconds for a batch; then, and when the spool cannot be used, it is answered
 with `"success": false` and the reason: the clients sleep and ask again, while an error would make
@@ -18,8 +18,9 @@ or in acked/; 409 says that somebody else has it, 404 that nobody knows it, and 
 ack may succeed later.
 
 With `ack = on-next-get`, for clients that never ack, a get acks the batch before it, if that was
-sent whole. What is not promised then: a client that dies with a batch that it did not train on yet
-has lost that one; a gateway that dies, or is stopped, between two gets answers the last one anew.
+sent whole and no client has started since. What is not promised then: the last batch may come twice
+where the client or the gateway dies, or is stopped; and it is lost where a client dies with it and
+the next one does not say /start_rollout.
 """
 
 from __future__ import annotations

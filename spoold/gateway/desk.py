@@ -27,7 +27,10 @@ _PENDING: Final = Place(State.PENDING)
 
 
 class Held:
-    """The batch that is answered until it is acked. `answered`: how often it was sent whole."""
+    """The batch that is answered until it is acked.
+
+    `answered`: how often it was sent whole since the client started.
+    """
 
     __slots__ = ("answered", "batch", "summary")
 
@@ -223,7 +226,13 @@ class Desk:
         return self._consumer.rewind(step)
 
     def start(self, group_size: int | None) -> str:
-        """Take note of the size of group that the client trains on; return what does not fit it."""
+        """Take note of a client that has just started; return what does not fit it, in words.
+
+        What the one before was answered and did not ack is answered again, whatever `ack` is: it
+        may have died with it. `group_size` is what the client trains on.
+        """
+        if self._held is not None:
+            self._held.answered = 0
         self._group_size = group_size
         self._sizes_said.clear()
         if group_size is None:
