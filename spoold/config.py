@@ -268,12 +268,9 @@ def load(
     return make(gather(config_file, options, environ))
 
 
-def log_settings(
-    options: Mapping[str, object], environ: Mapping[str, str] | None = None
-) -> tuple[str, str]:
+def log_settings(options: Mapping[str, object]) -> tuple[str, str]:
     """Return log_level and log_format, for a command without other settings. Raises as `make`."""
-    given = gather(None, options, environ)
-    given = {name: one for name, one in given.items() if name in ("log_level", "log_format")}
+    given = {name: one for name, one in gather(None, options).items() if name.startswith("log_")}
     settings = make(given | {name: Given("-", "") for name in ("db", "run_dir")})
     return settings.log_level, settings.log_format
 
