@@ -74,11 +74,16 @@ class Scene:
                 self.rollouts.complete(one, reward=self.rng.random())
         del self.to_come[:number]
 
+    def in_whole_groups(self) -> int:
+        """How many of the completed ones can be delivered by now."""
+        waiting = {(one - 1) // MEMBERS for one in self.to_come}
+        return (GROUPS - len(waiting)) * MEMBERS
+
     def kill_at_random(self) -> None:
         for left in range(KILLS, 0, -1):
             self.complete(self.rng.randint(1, 3 * len(self.to_come) // left + 1))
             enough = self.count(Folder.ACKED) + self.rng.randint(1, 4) * BATCH
-            if enough < GROUPS * MEMBERS - len(self.to_come):
+            if enough <= self.in_whole_groups():
                 self.await_samples(Folder.ACKED, at_least=enough)
             time.sleep(self.rng.uniform(0.0, 0.05))
             victims = self.rng.sample(["gateway", "daemon", "client"], self.rng.choice((1, 1, 2)))
