@@ -49,6 +49,7 @@ __all__ = [
     "ShownSetting",
     "gather",
     "load",
+    "log_settings",
     "make",
     "notify_socket",
     "problems",
@@ -56,12 +57,14 @@ __all__ = [
     "setting_options",
     "shown",
     "stderr_is_journal",
+    "token_variable",
     "unknown_variables",
     "variable_of",
     "watchdog_seconds",
 ]
 
 _PREFIX: Final = "SPOOLD_"
+_TOKEN: Final = "SPOOLD_TOKEN"  # noqa: S105 - the name of a variable, which is no setting
 
 NEEDS_RESTART: Final = frozenset(
     {"db", "run_dir", "job", "shard", "ready_when", "samples", "group_size", "null_reward"}
@@ -265,6 +268,13 @@ def load(
     return make(gather(config_file, options, environ))
 
 
+def log_settings(options: Mapping[str, object]) -> tuple[str, str]:
+    """Return log_level and log_format, for a command without other settings. Raises as `make`."""
+    given = {name: one for name, one in gather(None, options).items() if name.startswith("log_")}
+    settings = make(given | {name: Given("-", "") for name in ("db", "run_dir")})
+    return settings.log_level, settings.log_format
+
+
 def gather(
     config_file: str | None,
     options: Mapping[str, object],
@@ -379,7 +389,7 @@ def _has_bound(field: FieldInfo, kind: str, bound: int) -> bool:
 def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the SPOOLD_… variables that are no settings, each with a hint."""
     variables = os.environ if environ is None else environ
-    known = {variable_of(name) for name in Settings.model_fields}
+    known = {_TOKEN, *(variable_of(name) for name in Settings.model_fields)}
     return {
         name: _nearest(name.removeprefix(_PREFIX).lower(), write=variable_of)
         for name in sorted(variables)
@@ -449,6 +459,11 @@ def reloaded(old: Settings, new: Settings) -> Reloaded:
         changed=tuple(name for name in differ if name not in NEEDS_RESTART),
         needs_restart=tuple(name for name in differ if name in NEEDS_RESTART),
     )
+
+
+def token_variable(environ: Mapping[str, str] | None = None) -> str:
+    """Return SPOOLD_TOKEN, "" where it is not set."""
+    return (os.environ if environ is None else environ).get(_TOKEN, "")
 
 
 # --- what a service manager says -----------------------------------------------------------------

@@ -15,6 +15,7 @@ __all__ = [
     "EX_IO",
     "EX_TRY_AGAIN",
     "EX_USAGE",
+    "AddressInUse",
     "BatchCorrupt",
     "BatchLost",
     "ConfigError",
@@ -63,6 +64,13 @@ class ConfigError(SpooldError):
     """A setting, an option or a run directory is not usable as it is."""
 
     exit_code = EX_CONFIG
+
+
+class AddressInUse(SpooldError):
+    """Another process listens where the gateway should."""
+
+    exit_code = EX_TRY_AGAIN
+    retryable = True
 
 
 class SourceError(SpooldError):

@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Final
 from spoold.errors import ConfigError, SpoolWriteError
 from spoold.layout import DIRECTORY_MODE, FILE_MODE, LOCK_MODE
 from spoold.oserrors import PASSING, doing, failed
-from spoold.reading import Listing, free_bytes, is_read_only, look_up, read, read_each, scan
+from spoold.reading import (
+    Listing,
+    free_bytes,
+    is_read_only,
+    look_up,
+    open_file,
+    read,
+    read_each,
+    scan,
+)
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -38,6 +47,7 @@ __all__ = [
     "look_up",
     "make_dirs",
     "move",
+    "open_file",
     "probe_renames",
     "put",
     "put_many",

@@ -19,7 +19,7 @@ import sys
 import time
 from typing import Final
 
-__all__ = ["JournalFormatter", "JsonFormatter", "TextFormatter", "setup"]
+__all__ = ["JournalFormatter", "JsonFormatter", "TextFormatter", "lend_to", "setup"]
 
 _PRIORITIES: Final = (
     (logging.CRITICAL, 2),
@@ -77,6 +77,15 @@ def setup(level: str, log_format: str, *, journal: bool = False) -> None:
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(level.upper())
+
+
+def lend_to(*names: str) -> None:
+    """Let the errors of other libraries' loggers, and no more, come out as spoold's events do."""
+    for name in names:
+        logger = logging.getLogger(name)
+        logger.handlers[:] = logging.getLogger("spoold").handlers
+        logger.propagate = False
+        logger.setLevel(logging.ERROR)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = [
+    "AckWhen",
     "Candidate",
     "Look",
     "Note",
@@ -54,6 +55,13 @@ class PartialGroups(enum.StrEnum):
     WAIT = "wait"
     DELIVER = "deliver"
     REJECT = "reject"
+
+
+class AckWhen(enum.StrEnum):
+    """When the gateway acks a batch that it answered: when told to, or at the next get, too."""
+
+    EXPLICIT = "explicit"
+    ON_NEXT_GET = "on-next-get"
 
 
 class OnReplaced(enum.StrEnum):

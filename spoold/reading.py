@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
+from io import BufferedReader, FileIO
 from typing import Final, NamedTuple
 
 from spoold.oserrors import doing
@@ -18,12 +19,14 @@ __all__ = [
     "free_bytes",
     "is_read_only",
     "look_up",
+    "open_file",
     "read",
     "read_each",
     "scan",
 ]
 
 _SMALL_BYTES: Final = 1 << 16
+_BUFFER_BYTES: Final = 1 << 18
 
 
 def read(path: str) -> bytes:
@@ -32,11 +35,8 @@ def read(path: str) -> bytes:
     FileNotFoundError passes; all else is a SpoolWriteError that names the remedy.
     """
     with doing("read", path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd, facts = _open(path)
         try:
-            facts = os.fstat(fd)
-            if not stat.S_ISREG(facts.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", path)
             data = os.read(fd, facts.st_size + 1)
             while len(data) < facts.st_size:
                 more = os.read(fd, facts.st_size - len(data) + 1)
@@ -46,6 +46,21 @@ def read(path: str) -> bytes:
             return data
         finally:
             os.close(fd)
+
+
+def open_file(path: str) -> BufferedReader:
+    """Return a regular file, open for reading at its beginning. Fails as `read` does."""
+    with doing("read", path):
+        return BufferedReader(FileIO(_open(path)[0]), _BUFFER_BYTES)
+
+
+def _open(path: str) -> tuple[int, os.stat_result]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    facts = os.fstat(fd)
+    if not stat.S_ISREG(facts.st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return fd, facts
 
 
 def read_each(folder: str, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:

@@ -23,6 +23,7 @@ Capsys = pytest.CaptureFixture[str]
 COMMANDS = [
     "run",
     "demo",
+    "serve",
     "config",
     "status",
     "top",

@@ -272,6 +272,7 @@ def test_the_json_of_status_is_a_contract(run: Path, capsys: Capsys, alive: None
             "job": "exp7",
             "url": "sqlite:///rollouts.db",
             "ready_when": "finished",
+            "group_size": None,
             "state": "waiting",
             "shard": "0/1",
             "reasons": [],

@@ -25,6 +25,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: Final = {
     "run": "run",
     "demo": "run",
+    "serve": "serve",
     "config": "config",
     "status": "status",
     "top": "top",

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 from spoold import fs
 from spoold.errors import BatchCorrupt, BatchLost, ConfigError, ConsumerError, UnknownBatch
-from spoold.layout import BatchName, RunDir, batch_id_of
+from spoold.layout import BatchName, RunDir
 from spoold.spool import moves
 
 __all__ = ["Batch", "Holder", "Sample", "fits"]
@@ -127,6 +127,18 @@ class Batch:
             # The digest fits: whoever wrote the file wrote this.
             raise BatchCorrupt(f"{self.path} holds a line that is no JSON: {error}") from error
 
+    def file(self) -> io.BufferedReader:
+        """Return the file, open for reading, at its beginning.
+
+        To pass a batch on without taking it apart. What is moved or removed meanwhile does not
+        matter to it. Raises BatchLost where the file was moved away before. The digest of a batch
+        that was opened by path is not compared.
+        """
+        try:
+            return fs.open_file(self.path)
+        except FileNotFoundError as error:
+            raise self._lost("read") from error
+
     def groups(self) -> list[list[Sample]]:
         """Return the samples by `instance_id`, groups and members in the order of the file.
 
@@ -220,7 +232,7 @@ class Batch:
 
     def _retired_path(self, run: RunDir) -> str:
         """Return where the batch lies if its source was replaced; otherwise it is lost."""
-        path = None if _place_words(run, self.id) else _find_retired(run, self.id)
+        path = None if _place_words(run, self.id) else moves.find_retired(run, self.id)
         if path is None:
             raise self._lost("ack")
         _log.warning(
@@ -266,12 +278,3 @@ def _place_words(run: RunDir, batch_id: str) -> str:
         return f"it lies in {moves.locate(run, batch_id).place.path}/ now"
     except (UnknownBatch, FileNotFoundError):
         return ""
-
-
-def _find_retired(run: RunDir, batch_id: str) -> str | None:
-    """Return the path of a batch below retired/, None where it is not there."""
-    for folder, _, names in os.walk(run.retired):
-        for name in names:
-            if batch_id_of(name) == batch_id:
-                return f"{folder}/{name}"
-    return None

@@ -132,6 +132,7 @@ class Report:
             shard=str(settings.shard),
             url=source.url,
             ready_when=source.ready_when.value,
+            group_size=settings.group_size,
             state=state,
             reasons=self._conditions.reasons(),
             source=statusfile.SourceState(

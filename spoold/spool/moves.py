@@ -47,6 +47,7 @@ __all__ = [
     "ack",
     "claim",
     "find",
+    "find_retired",
     "folders_of",
     "locate",
     "reject",
@@ -249,6 +250,15 @@ def locate(run: RunDir, text: str) -> Found:
         f"{len(best)} batches in {run.root} begin with {text!r}: {few}",
         hint="give more of the name",
     )
+
+
+def find_retired(run: RunDir, batch_id: str) -> str | None:
+    """Return the path of a batch below retired/, None where it is not there."""
+    for folder, _, names in os.walk(run.retired):
+        for name in names:
+            if batch_id_of(name) == batch_id:
+                return f"{folder}/{name}"
+    return None
 
 
 def _rank(found: Found) -> tuple[bool, tuple[int, int]]:

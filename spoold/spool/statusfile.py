@@ -116,7 +116,8 @@ class Status:
     """One report. `state` is delivering, waiting, held, stopped, or failed (ended by an error).
 
     `delivered` counts environments, over the whole life of the run directory. All numbers are of
-    `shard`, the I/N of the environments that are delivered here.
+    `shard`, the I/N of the environments that are delivered here. `group_size` is the setting, None
+    in a report of a version that did not tell it.
     """
 
     version: str
@@ -127,6 +128,7 @@ class Status:
     job: str
     url: str
     ready_when: str
+    group_size: int | None = None
     state: str
     shard: str = WHOLE
     reasons: tuple[Reason, ...] = ()

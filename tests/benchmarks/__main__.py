@@ -9,7 +9,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.benchmarks import acked, consumer, delivered, drain, hops, plot, registered
+from tests.benchmarks import (
+    acked,
+    consumer,
+    delivered,
+    drain,
+    gateway,
+    hops,
+    plot,
+    registered,
+)
 from tests.benchmarks.table import Figure, Line, table
 
 PIECES = {
@@ -19,6 +28,7 @@ PIECES = {
     "acked": acked,
     "consumer": consumer,
     "hops": hops,
+    "gateway": gateway,
 }
 OUT = Path(__file__).parent / "out"
 

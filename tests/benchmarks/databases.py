@@ -24,20 +24,40 @@ _STEP = (
 )
 
 
-def messages(row_bytes: int, seed: int) -> str:
-    """Return messages as JSON of about so many bytes: words, line ends, quotes."""
+def messages(row_bytes: int, seed: int, turns: int = 1) -> str:
+    """Return messages as JSON of about so many bytes in all: words, line ends, quotes."""
     chance = random.Random(seed)
     line = '{:x} said "{:x}"\n'.format
     text = "".join(line(chance.getrandbits(240), chance.getrandbits(40)) for _ in range(200))
     text = text * (row_bytes // len(text) + 1)
-    return json.dumps([{"role": "user", "content": text[: max(1, row_bytes - 900)]}])
+    each = max(1, (row_bytes - 900) // turns)
+    roles = ("user", "assistant")
+    return json.dumps(
+        [
+            {"role": roles[turn % 2], "content": text[turn * each : (turn + 1) * each]}
+            for turn in range(turns)
+        ]
+    )
 
 
 def build(
-    path: Path, *, registered: int, finished: int = 0, running: int = 0, row_bytes: int = 2000
+    path: Path,
+    *,
+    registered: int,
+    finished: int = 0,
+    running: int = 0,
+    row_bytes: int = 2000,
+    steps_each: int = 1,
+    turns_a_step: int = 1,
 ) -> Path:
-    """Make a database: the first ids are finished, the next running, the rest only registered."""
-    texts = [messages(row_bytes, seed) for seed in range(7)]
+    """Make a database: the first ids are finished, the next running, the rest only registered.
+
+    With several steps each, those before the last have the beginning of its messages.
+    """
+    texts = [
+        [messages(row_bytes * step // steps_each, seed, step * turns_a_step) for seed in range(7)]
+        for step in range(1, steps_each + 1)
+    ]
 
     def environments() -> Iterator[tuple[object, ...]]:
         for one in range(1, registered + 1):
@@ -45,9 +65,11 @@ def build(
 
     def steps() -> Iterator[tuple[object, ...]]:
         for one in range(1, finished + running + 1):
-            done = int(one <= finished)
-            facts = (f"r{one}", env_id_of(one), 1, f"group-{one // 8}", JOB, texts[one % 7], "4")
-            yield (*facts, 1.0 if done else None, META, done, done, CREATED_AT)
+            for step, text in enumerate(texts, start=1):
+                done = int(one <= finished and step == steps_each)
+                facts = (f"r{one}.{step}", env_id_of(one), step, f"group-{one // 8}", JOB)
+                reward = 1.0 if done else None
+                yield (*facts, text[one % 7], "4", reward, META, done, done, CREATED_AT)
 
     db = sqlite3.connect(path, isolation_level=None)
     db.execute("PRAGMA journal_mode = wal")

@@ -70,12 +70,20 @@ main(["run", "--config", sys.argv[1]])
 """
 
 
-def commands() -> list[str]:
-    """The commands of the first block of systemd/README.md."""
+CLIENT = """
+import http.client, json, sys
+
+port, path, facts = sys.argv[1:]
+connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30)
+connection.request("POST", path, facts)
+print(connection.getresponse().read().decode())
+"""
+
+
+def commands(number: int = 0) -> list[str]:
+    """The commands of a block of systemd/README.md, the first one."""
     readme = (ROOT / "systemd/README.md").read_text()
-    block = re.search(r"```bash\n(.*?)```", readme, flags=re.DOTALL)
-    assert block is not None
-    return block[1].splitlines()
+    return re.findall(r"```bash\n(.*?)```", readme, flags=re.DOTALL)[number].splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +97,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         booted.write("/opt/test/writer.py", WRITER)
         booted.write("/opt/test/trainer.py", TRAINER)
         booted.write("/opt/test/hanging.py", HANGING)
+        booted.write("/opt/test/client.py", CLIENT)
         booted.run("for one in rollouts alice bob; do useradd -r $one; done")
         booted.run("usermod -aG spoold alice")
         yield booted
@@ -436,3 +445,49 @@ def test_acked_batches_that_age_away_are_not_delivered_again(instance: Instance)
     new = instance.completed()[len(ids) :]
     until(lambda: len(instance.delivered()) >= len(left) + len(new), "all environments")
     assert instance.delivered() == left + new
+
+
+def test_a_gateway_beside_the_daemon_serves_gives_back_and_comes_back(instance: Instance) -> None:
+    machine, unit = instance.machine, f"spoold-gateway@{instance.name}"
+    machine.run("/opt/spoold/bin/pip install -q '.[http]'")
+    for command in commands(1):
+        machine.run(command.replace("exp7", instance.name))
+
+    def ask(path: str, **facts: object) -> Any:
+        client = f"{PYTHON} /opt/test/client.py 8890 {path} '{json.dumps(facts)}'"
+        return json.loads(machine.run(client, user="bob"))
+
+    try:
+        assert ask("/get_rollout_data")["success"] is False
+        instance.start_writer()
+        until(instance.pending, "a batch")
+        first = ask("/get_rollout_data")["data"]
+        batch_id = first["meta_info"]["batch_id"]
+        assert f"holds {batch_id}, not acked" in wait_for_status(machine, unit, batch_id)
+
+        machine.run(f"systemctl kill -s KILL {unit}")
+        until(lambda: machine.unit(unit, "NRestarts")["NRestarts"] == "1", "its next life")
+        until(lambda: machine.attempt(f"systemctl is-active {unit}")[0] == 0, "it to serve")
+        assert ask("/get_rollout_data")["data"] == first
+        assert ask("/ack_rollout_data", batch_id=batch_id, step=7)["success"] is True
+        (acked,) = (instance.on_disk / "acked/step-000000007").iterdir()
+        assert acked.name == f"{batch_id}.try02.jsonl"
+
+        until(instance.pending, "another batch")
+        held = ask("/get_rollout_data")["data"]["meta_info"]["batch_id"]
+        machine.run(f"systemctl stop {unit}")
+        assert f"{held}.jsonl" in instance.pending()
+        stopped = machine.unit(unit, "Result", "ExecMainStatus")
+        assert stopped == {"Result": "success", "ExecMainStatus": "0"}
+        exposure = machine.run(f"systemd-analyze security {unit} --threshold=20")
+        assert f"Overall exposure level for {unit}.service" in exposure
+    finally:
+        machine.run(f"systemctl disable --now {unit}")
+
+
+def wait_for_status(machine: Machine, unit: str, words: str) -> str:
+    def said() -> str:
+        return machine.unit(unit, "StatusText")["StatusText"]
+
+    until(lambda: words in said(), f"{words} in the status")
+    return said()

@@ -81,6 +81,7 @@ def _wheels() -> Path:
     """A folder of wheels for the machine's Python: what spoold needs, and what builds it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    needed += project["project"]["optional-dependencies"]["http"]
 
     def make(path: Path) -> None:
         tags = [f"--platform=manylinux{tag}_{platform.machine()}" for tag in ("_2_17", "2014")]

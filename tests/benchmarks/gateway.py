@@ -1,0 +1,139 @@
+"""What HTTP costs: samples a second through the gateway, read from the files, and as before it.
+
+All end as Python objects, by the same json. The limit reads the batch files themselves; the other
+is a loop that polls a hundred rows of the same database (`hundred_rows.py`), at full speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.benchmarks import machine
+from tests.benchmarks.databases import build
+from tests.benchmarks.table import Figure, Report
+from tests.support.gateways import serve_command, url_of
+from tests.support.processes import Players
+
+NUMBER = 4_096
+ROUNDS = 3
+ROW_BYTES = 20_000
+STEPS = 4
+TURNS_A_STEP = 10
+GROUP_SIZE = 8
+
+PEER = "a hundred rows a poll"
+
+Post = Callable[[str, dict[str, Any]], dict[str, Any]]
+
+
+def run(folder: Path, *, small: bool) -> Report:
+    """Compare samples a second; rounds of all take turns, the best of each counts."""
+    number, rounds = (64, 1) if small else (NUMBER, ROUNDS)
+    db = build(
+        folder / "rows.db",
+        registered=number,
+        finished=number,
+        row_bytes=ROW_BYTES,
+        steps_each=STEPS,
+    )
+    spool = folder / "spool"
+    machine.once(db, spool)
+    acts: dict[str, Callable[[Path], float]] = {
+        "gateway": lambda place: through_the_gateway(spool, place, number),
+        "the files, read and parsed": lambda _: from_the_files(spool, number),
+    }
+    if all(map(find_spec, ("fastapi", "tortoise"))):
+        acts[PEER] = lambda place: a_hundred_rows_a_poll(db, place, number)
+    else:
+        print("  gateway: no fastapi, no tortoise-orm: pip install '.[bench]'", flush=True)
+    speeds: dict[str, list[float]] = {name: [] for name in acts}
+    for _ in range(rounds):
+        for name, act in acts.items():
+            place = folder / "place"
+            place.mkdir()
+            speeds[name].append(act(place))
+            shutil.rmtree(place)
+    best = {name: max(all_) for name, all_ in speeds.items()}
+    return Report(
+        figures=tuple(
+            Figure(
+                piece="gateway",
+                what=f"{STEPS} steps, {ROW_BYTES // 1000} KB at last: get + ack",
+                value=best["gateway"],
+                unit="samples/s",
+                beside=best[name],
+                of=name,
+                higher_is_better=True,
+            )
+            for name in acts
+            if name != "gateway"
+        )
+    )
+
+
+def from_the_files(spool: Path, number: int) -> float:
+    """Read and parse each batch file. Samples a second."""
+    began = time.perf_counter()
+    came = 0
+    for path in sorted((spool / "pending").iterdir()):
+        with path.open("rb") as file:
+            came += len([json.loads(line) for line in file])
+    assert came == number
+    return number / (time.perf_counter() - began)
+
+
+def through_the_gateway(spool: Path, place: Path, number: int) -> float:
+    """Get and ack every batch of a copy of the spool. Samples a second."""
+    shutil.copytree(spool, place / "run")
+    with Players(place) as players:
+        players.start("gateway", serve_command(place / "run"))
+        with talking_to(url_of(players)) as post:
+            began = time.perf_counter()
+            came = 0
+            while came < number:
+                data = post("/get_rollout_data", {})["data"]
+                came += len(data["data"])
+                post("/ack_rollout_data", {"batch_id": data["meta_info"]["batch_id"]})
+            seconds = time.perf_counter() - began
+    assert came == number
+    return number / seconds
+
+
+def a_hundred_rows_a_poll(db: Path, place: Path, number: int) -> float:
+    """Get every whole group of the database. Samples a second."""
+    whole = (number + 1) // GROUP_SIZE * GROUP_SIZE - GROUP_SIZE  # ids begin at 1, groups at 0
+    command = [sys.executable, "-m", "tests.benchmarks.hundred_rows", str(db), str(GROUP_SIZE)]
+    with Players(place) as players:
+        players.start("buffer", command)
+        with talking_to(url_of(players, "buffer")) as post:
+            began = time.perf_counter()
+            came = 0
+            while came < whole:
+                came += len(post("/get_rollout_data", {})["data"]["data"])
+            seconds = time.perf_counter() - began
+    return came / seconds
+
+
+@contextlib.contextmanager
+def talking_to(url: str) -> Any:
+    """Yield a way to post on one connection that stays."""
+    where = urlsplit(url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
+
+    def post(path: str, facts: dict[str, Any]) -> dict[str, Any]:
+        connection.request("POST", path, json.dumps(facts))
+        answer: dict[str, Any] = json.loads(connection.getresponse().read())
+        return answer
+
+    with contextlib.closing(connection):
+        yield post
