@@ -20,6 +20,7 @@ __all__ = [
     "ConfigError",
     "ConsumerBusy",
     "ConsumerError",
+    "LockLost",
     "SourceError",
     "SourceReplaced",
     "SourceSchemaError",
@@ -97,6 +98,10 @@ class SpoolLocked(SpoolError):
 
     exit_code = EX_TRY_AGAIN
     retryable = True
+
+
+class LockLost(SpoolLocked):
+    """The lock file was removed or replaced while this daemon held it."""
 
 
 class SpoolHeld(SpoolError):

@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Final
 from spoold.errors import ConfigError, SpoolWriteError
 from spoold.layout import DIRECTORY_MODE, FILE_MODE, LOCK_MODE
 from spoold.oserrors import PASSING, doing, failed
-from spoold.reading import Listing, free_bytes, is_read_only, look_up, read, read_each, scan
+from spoold.reading import (
+    Listing,
+    free_bytes,
+    is_out_of_inodes,
+    is_read_only,
+    look_up,
+    read,
+    read_each,
+    scan,
+)
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -33,6 +42,7 @@ __all__ = [
     "failed",
     "free_bytes",
     "holder_of",
+    "is_out_of_inodes",
     "is_read_only",
     "lock_is_held",
     "look_up",

@@ -326,6 +326,11 @@ class RunDir:
         return f"{self.root}/.spoold/tmp"
 
     @property
+    def visit_json(self) -> str:
+        """Which daemon was turned away last, because one runs: gone with its next start."""
+        return f"{self.tmp}/visit.json"
+
+    @property
     def ledger(self) -> str:
         """A file for each acknowledged batch."""
         return f"{self.root}/.spoold/ledger"

@@ -52,8 +52,9 @@ def go_through(it: Running, outage: Outage) -> SpoolWriteError | None:
         it.go()
         if outage.hit:
             held = {reason.code: reason for reason in it.daemon.conditions.reasons()}
-            assert os.strerror(outage.code).lower() in held["write-failed"].text
-            assert held["write-failed"].remedy
+            code = "disk-space" if outage.code == errno.ENOSPC else "write-failed"
+            assert os.strerror(outage.code).lower() in held[code].text
+            assert held[code].remedy
             assert it.status.state == "held"
         outage.over = True
         it.go(20.0)

@@ -157,6 +157,7 @@ def test_a_folder_that_goes_away_is_said_once_and_delivery_goes_on(
     tmp_path: Path, rollouts: Rollouts, caplog: pytest.LogCaptureFixture
 ) -> None:
     rollouts.register(1)
+    caplog.set_level("INFO", "spoold")
     with running(tmp_path, metrics_dir=tmp_path / "metrics") as it:
         it.go()
         shutil.rmtree(tmp_path / "metrics")
@@ -165,7 +166,10 @@ def test_a_folder_that_goes_away_is_said_once_and_delivery_goes_on(
         complete(rollouts, 1)
         it.go(3.0)
         assert len(tree(it.run, "pending")) == 1
-        assert caplog.messages.count("metrics not written") == 1
+        (reason,) = (r for r in it.daemon.conditions.reasons() if r.code == "metrics-unwritten")
+        assert "metrics" in reason.text
+        told = [r.fields["reason"] for r in caplog.records if r.message == "waiting"]
+        assert told.count("metrics-unwritten") == 1
         (tmp_path / "metrics").mkdir()
         it.go(6.0)
         assert values(tmp_path / "metrics")
@@ -223,7 +227,7 @@ QUIET = """
       - {series: 'spoold_running{run_dir="/r"}', values: '1x40'}
       - {series: 'spoold_updated_timestamp_seconds{run_dir="/r"}', values: '0+60x40'}
       - {series: 'spoold_last_look_timestamp_seconds{run_dir="/r"}', values: '0+60x40'}
-      - {series: 'spoold_reason{run_dir="/r",reason="linger",severity="notice"}', values: '1x40'}
+      - {series: 'spoold_reason{run_dir="/r",reason="linger",severity="wait"}', values: '1x40'}
       - {series: 'spoold_consumer_up{run_dir="/r",consumer="t"}', values: '1x40'}
       - {series: 'spoold_consumer_batches{run_dir="/r",consumer="t"}', values: '2x40'}
       - {series: 'spoold_set_aside_environments{run_dir="/r"}', values: '3x40'}

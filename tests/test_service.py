@@ -19,6 +19,7 @@ from spoold.daemon.loop import Daemon
 from spoold.demo.children import Child
 from spoold.errors import ConfigError, SpoolLocked
 from spoold.layout import State
+from spoold.reasons import REASONS
 from spoold.spool import setup
 from spoold.systemd import Service
 from tests.support.manager import Manager
@@ -110,7 +111,8 @@ def test_ready_is_not_said_before_the_lock_is_held(
         daemon.run(settings, service=Service(manager.address))
     reading, locked = manager.heard()
     assert reading == f"STATUS=reading {run_dir}"
-    assert locked.startswith(f"STATUS={run_dir} is locked: pid {os.getpid()} on ")
+    sentence = REASONS["second-daemon"].sentence
+    assert locked.startswith(f"STATUS={sentence}: {run_dir} is locked: pid {os.getpid()} on ")
     lock.release()
 
 

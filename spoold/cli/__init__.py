@@ -42,8 +42,8 @@ COMMANDS: Final = {
     "check": "check",
 }
 _EX_SIGINT: Final = 130
-# A listing is thousands of small objects without a cycle: to look for cycles in them again and again
-# is a tenth of what `status` and `ls` cost.
+# A listing is thousands of small objects without a cycle: to look for cycles in them, again and
+# again, is a tenth of what `status` and `ls` cost.
 _GC_THRESHOLD: Final = 50_000
 _EX_SIGPIPE: Final = 141
 
