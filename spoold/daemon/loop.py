@@ -67,6 +67,7 @@ class Daemon:
         self._refresh_at = 0.0
         self._moved: set[str] | None = None
         self._outage = Outage(self.conditions)
+        self._read_only: SpoolWriteError | None = None
         self._overdue = Overdue(seconds=settings.missing_row_seconds)
         self._told_late = BitMap64()
         self.report = Report(settings, self.conditions, wall)
@@ -215,9 +216,11 @@ class Daemon:
             self._write_failed(error, now)
         state = "held" if self._is_held() else "delivering" if len(self.plan) else "waiting"
         self.report.tell(state, self.looking, self.delivery, now)
-        if self.report.read_only is not None:
+        read_only = self.report.read_only
+        if read_only is not None and read_only is not self._read_only:
             # Nothing could be delivered: a daemon that has nothing to deliver says so, too.
-            self._write_failed(self.report.read_only, now)
+            self._write_failed(read_only, now)
+        self._read_only = read_only
         return self._pause(self.clock())
 
     def _step(self, now: float) -> None:
