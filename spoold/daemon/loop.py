@@ -67,7 +67,6 @@ class Daemon:
         self._refresh_at = 0.0
         self._moved: set[str] | None = None
         self._outage = Outage(self.conditions)
-        self._read_only: SpoolWriteError | None = None
         self._overdue = Overdue(seconds=settings.missing_row_seconds)
         self._told_late = BitMap64()
         self.report = Report(settings, self.conditions, wall)
@@ -216,11 +215,9 @@ class Daemon:
             self._write_failed(error, now)
         state = "held" if self._is_held() else "delivering" if len(self.plan) else "waiting"
         self.report.tell(state, self.looking, self.delivery, now)
-        read_only = self.report.read_only
-        if read_only is not None and read_only is not self._read_only:
+        if (read_only := self.report.new_read_only()) is not None:
             # Nothing could be delivered: a daemon that has nothing to deliver says so, too.
             self._write_failed(read_only, now)
-        self._read_only = read_only
         return self._pause(self.clock())
 
     def _step(self, now: float) -> None:
@@ -240,7 +237,7 @@ class Daemon:
 
     def _can_write(self) -> bool:
         """Whether what failed has worked since, or there is nothing left to write."""
-        if self.delivery.in_flight or self.report.read_only is not None:
+        if self.delivery.in_flight or self.report.is_read_only:
             return False
         return not len(self.plan) or self._outage.has_worked(self.delivery.counts.batches)
 

@@ -18,7 +18,7 @@ from spoold.daemon.measuring import measure
 from spoold.daemon.waiting import Waiting, note_waiting, waiting_groups
 from spoold.errors import SpoolWriteError
 from spoold.metrics import Textfile
-from spoold.reasons import REASONS
+from spoold.reasons import REASONS, Urgency, urgency
 from spoold.spool import statusfile
 
 __all__ = ["Report"]
@@ -34,15 +34,18 @@ class Report:
 
     When nothing changes it is written twice a minute, so that silence means something. `sentence`
     says the same in one line, for the service manager: the first reason of status in full, then the
-    sentences of the others. Metrics, where they are on, are written every few seconds.
-    `read_only`: the error, where the last report met a read-only file system; it is tried again.
+    sentences of the others. Metrics, where they are on, are written every few seconds, and with the
+    report when something begins or ends that a person should know. `is_read_only`: the last report
+    met a read-only file system.
     """
 
     def __init__(
         self, settings: Settings, conditions: Conditions, wall: Callable[[], float]
     ) -> None:
         self.sentence = "starting"
-        self.read_only: SpoolWriteError | None = None
+        self.is_read_only = False
+        self._read_only: SpoolWriteError | None = None
+        self._gauged: frozenset[str] = frozenset()
         self._conditions = conditions
         self._wall = wall
         self._started = wall()
@@ -104,12 +107,21 @@ class Report:
             statusfile.write(delivery.run, status)
         except (SpoolWriteError, OSError) as error:
             if isinstance(error, SpoolWriteError) and error.errno == errno.EROFS:
-                self.read_only, self._is_old = error, True
+                self._read_only = error
+                self.is_read_only = self._is_old = True
             log.debug("status not written", extra={"fields": {"error": str(error)}})
         else:
-            self.read_only = None
-        if state in ("stopped", "failed") or self._is_metrics_due(now):
+            self.is_read_only = False
+        urgent = frozenset(r.code for r in status.reasons if urgency(r.code) < Urgency.WAIT)
+        is_news = state in ("stopped", "failed") or urgent != self._gauged
+        self._gauged = urgent
+        if is_news or self._is_metrics_due(now):
             self._measure(status, looking, delivery, now)
+
+    def new_read_only(self) -> SpoolWriteError | None:
+        """Return the error where a report met a read-only file system since the last call."""
+        error, self._read_only = self._read_only, None
+        return error
 
     def _is_metrics_due(self, now: float) -> bool:
         return self._metrics is not None and now >= self._metrics.due_at
