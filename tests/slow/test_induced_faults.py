@@ -447,6 +447,30 @@ def test_files_that_people_move_and_copy(service: Service, rollouts: Rollouts) -
         assert REASONS[code].sentence in told
 
 
+def test_a_metrics_folder_that_is_full(
+    service: Service, rollouts: Rollouts, tmp_path: Path
+) -> None:
+    """Nobody can see it in the metrics; everywhere else it is said, and delivery goes on."""
+    needs(os.geteuid() == 0, "only root can mount")
+    mount("-t", "tmpfs", "-o", "size=64k,nr_inodes=4", "tmpfs", service.metrics)
+    try:
+        fill(str(service.metrics), with_files=True)
+        service.start()
+        until(lambda: "metrics-unwritten" in service.reasons(), "the notice")
+        shown = " ".join(service.status().out.split())
+        assert f"notice metrics-unwritten: {REASONS['metrics-unwritten'].sentence}" in shown
+        assert "no space left on device" in shown
+        assert ("metrics-unwritten", REASONS["metrics-unwritten"].sentence) in service.logged()
+        until(lambda: REASONS["metrics-unwritten"].sentence in service.told(), "the manager")
+        complete(rollouts)
+        pending(service, 1)
+        for path in service.metrics.iterdir():
+            path.unlink()
+        service.sees_no_more("metrics-unwritten")
+    finally:
+        subprocess.run(["umount", "-l", service.metrics], check=True)
+
+
 # --- the machine ----------------------------------------------------------------------------------
 
 SANDBOX = 'set -e; echo {value} >/proc/sys/user/max_inotify_{what}; exec "$@"'
