@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from spoold import config, fs
 from spoold.daemon.conditions import reason_of
+from spoold.daemon.looking import Watch
 from spoold.daemon.loop import Daemon
 from spoold.errors import ConfigError, SourceSchemaError, SourceUnavailable, SpooldError
 from spoold.layout import RunDir
@@ -48,12 +49,14 @@ def run(
     once: bool = False,
     service: Service | None = None,
     read_again: Callable[[], Settings] | None = None,
+    watch: Watch | None = None,
 ) -> None:
     """Run the daemon until SIGTERM or SIGINT; with `once` publish what there is and return.
 
     `service`: who is told how it goes. `read_again`: what SIGHUP calls for the new settings;
-    without it SIGHUP stops, too. Raises the SpooldError that ended it: its `exit_code` is the
-    process's. After a signal it returns, and nothing is half done.
+    without it SIGHUP stops, too. `watch`: hears how far the first look is. Raises the SpooldError
+    that ended it: its `exit_code` is the process's. After a signal it returns, and nothing is half
+    done.
     """
     # What is loaded by now stays; each row makes and drops a tree of objects without a cycle.
     gc.freeze()
@@ -69,7 +72,7 @@ def run(
             if lock is None:
                 return
             try:
-                daemon = _started(settings, lock, run_dir)
+                daemon = _started(settings, lock, run_dir, watch)
                 try:
                     _insist(problem)
                     if once:
@@ -90,11 +93,12 @@ def run(
         raise
 
 
-def _started(settings: Settings, lock: fs.Lock, run_dir: RunDir) -> Daemon:
+def _started(settings: Settings, lock: fs.Lock, run_dir: RunDir, watch: Watch | None) -> Daemon:
     """Return a daemon that knows its run directory; where it cannot start, status says why."""
     try:
         daemon = Daemon(settings, clock=time.monotonic, wall=time.time)
         daemon.start(lock, run_dir)
+        daemon.looking.watch = watch
     except SpooldError as error:
         now = time.time()
         statusfile.mark_failed(run_dir, reason_of(error, since=now), at=now)

@@ -30,6 +30,7 @@ class Terminal:
         term: str = "linux",
         environ: Mapping[str, str] | None = None,
         ignores_hangup: bool = False,
+        stdout: int | None = None,
     ) -> None:
         self.seen = b""
         self.master, self.slave = pty.openpty()
@@ -46,7 +47,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "spoold", *map(str, args)],
             stdin=self.slave,
-            stdout=self.slave,
+            stdout=self.slave if stdout is None else stdout,
             stderr=self.slave,
             env=ENVIRON | {"TERM": term, "LC_ALL": "C.UTF-8"} | dict(environ or {}),
             start_new_session=True,
@@ -87,9 +88,9 @@ class Terminal:
     def type(self, keys: bytes) -> None:
         os.write(self.master, keys)
 
-    def end(self) -> int:
+    def end(self, *, timeout_seconds: float = 60.0) -> int:
         """Wait until the command has ended; its exit code."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + timeout_seconds
         while self.process.poll() is None:
             assert time.monotonic() < deadline
             self._read()
