@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from spoold import fs
+from spoold.daemon.conditions import Conditions
 from spoold.errors import SourceSchemaError, SpoolLocked
 from spoold.layout import RunDir
 from spoold.reasons import REASONS, SEVERE, Urgency, say
@@ -233,6 +234,22 @@ def test_a_second_daemon_is_told_who_runs_and_status_shows_the_same(stage: Stage
     who = f"pid {os.getpid()} on {os.uname().nodename}"
     assert f"{stage.it.run.root} is locked: {who} runs a daemon on it" in str(error)
     assert f"daemon running, {who}" in stage.status()
+    setup.leave_visit(stage.it.run)
+    stage.sees("second-daemon", f"{who} was turned away")
+    stage.it.go(550.0)
+    stage.it.go(60.0)
+    stage.sees_no_more("second-daemon")
+    setup.leave_visit(stage.it.run)
+    stage.sees("second-daemon", f"{who} was turned away")
+    assert "visit.json" not in stage.status()
+    stage.it.kill()
+    stage.it = start(
+        Path(stage.it.run.root).parent,
+        stage.clock,
+        wall=stage.it.daemon.wall,
+        metrics_dir=stage.metrics,
+    )
+    stage.sees_no_more("second-daemon")
 
 
 def test_a_group_with_a_straggler(
@@ -368,6 +385,30 @@ def test_a_daemon_that_lost_its_lock_says_why_and_leaves_the_report_to_the_next(
     assert said[-1]["what"].startswith(say("lock-lost"))
     assert Path(stage.it.run.status_json).read_bytes() == before
     assert "attention daemon-gone: no daemon delivers here: it was killed" in stage.status()
+
+
+@pytest.mark.parametrize(
+    ("code", "at_first", "later"),
+    [
+        ("source-unavailable", "WARNING", "WARNING"),
+        ("hints-off", "INFO", "WARNING"),
+        ("waiting-for-environments", "DEBUG", "INFO"),
+    ],
+)
+def test_what_lasts_for_a_minute_is_logged_again_and_louder(
+    caplog: pytest.LogCaptureFixture, code: str, at_first: str, later: str
+) -> None:
+    caplog.set_level(logging.DEBUG, "spoold")
+    conditions = Conditions(lambda: 0.0)
+    for now in range(0, 601, 5):
+        conditions.begin(code, f"{now}", now=float(now))
+    conditions.end(code, now=605.0)
+    said = [(r.levelname, r.message, r.fields["for"]) for r in caplog.records]
+    assert said == [
+        (at_first, "waiting", 0),
+        *((later, "waiting", after) for after in (60, 120, 240, 480)),
+        ("INFO", "waiting over", 605),
+    ]
 
 
 def test_every_code_that_is_used_is_in_the_table_and_every_sentence_is_one() -> None:
