@@ -15,6 +15,7 @@ import pytest
 
 from spoold import fs
 from spoold.daemon.conditions import Conditions
+from spoold.daemon.outage import Outage
 from spoold.errors import SourceSchemaError, SpoolLocked
 from spoold.layout import RunDir
 from spoold.reasons import REASONS, SEVERE, Urgency, say
@@ -385,6 +386,39 @@ def test_a_daemon_that_lost_its_lock_says_why_and_leaves_the_report_to_the_next(
     assert said[-1]["what"].startswith(say("lock-lost"))
     assert Path(stage.it.run.status_json).read_bytes() == before
     assert "attention daemon-gone: no daemon delivers here: it was killed" in stage.status()
+
+
+def test_the_most_urgent_comes_first_and_then_the_oldest() -> None:
+    conditions = Conditions(iter(range(10)).__next__)
+    codes = ("linger", "source-empty", "hints-off", "clock-jump", "disk-space", "bug")
+    for code in codes:
+        conditions.begin(code, now=0.0)
+    urgent_first = (*codes[4:], *codes[2:4], *codes[:2])
+    assert tuple(reason.code for reason in conditions.reasons()) == urgent_first
+
+
+def test_of_writes_that_fail_for_one_cause_after_the_other_the_last_one_is_shown() -> None:
+    conditions = Conditions(lambda: 0.0)
+    outage = Outage(conditions)
+
+    def codes() -> list[str]:
+        return [reason.code for reason in conditions.reasons()]
+
+    def fail(code: int) -> None:
+        outage.failed(fs.failed("write", "x", OSError(code, "")), batches=0, now=0.0)
+
+    for code, wanted in (
+        (errno.ENOSPC, "disk-space"),
+        (errno.EIO, "write-failed"),
+        (errno.EROFS, "read-only"),
+        (errno.EDQUOT, "disk-space"),
+    ):
+        fail(code)
+        assert codes() == [wanted]
+    # The mark of free bytes holds the same reason, and ends it.
+    outage.hand_over("disk-space")
+    outage.over(1.0)
+    assert codes() == ["disk-space"]
 
 
 @pytest.mark.parametrize(

@@ -164,10 +164,8 @@ def test_numbers_at_the_edge_and_times_that_somebody_set_have_a_page(
 ) -> None:
     run = empty_run(tmp_path / "run")
     for seq in (1, 2):
-        name, data = batch(seq, [seq])
-        data = data.replace(
-            b'"reward":0.5', b'"reward":%r' % reward if seq == 1 else b'"reward":-1'
-        )
+        name, data = batch(seq, [10 * seq, 10 * seq + 1])
+        data = data.replace(b'"reward":0.5', b'"reward":%r' % (reward if seq == 1 else -reward))
         data = data.replace(b"1796000000.0", b"-1e308" if seq == 1 else b"1e308")
         path = Path(run.pending, name.file_name)
         path.write_bytes(data)
@@ -207,7 +205,7 @@ def test_hostile_words_of_a_job_stay_text(tmp_path: Path) -> None:
         reasons=(replace(reason, code="bug"),),
     )
     statusfile.write(run, said)
-    (run_reason := Path(run.rejected, "a<b>c")).mkdir()
+    (run_reason := Path(run.rejected, 'a"><b>c')).mkdir()
     name, data = batch(1, [1], group=evil)
     Path(run_reason, name.file_name).write_bytes(data)
     page = report.page(report.gather(run, now=1.0))
@@ -280,6 +278,11 @@ def test_numbers_are_short(value: float, shown: str) -> None:
 )
 def test_spans_are_short(seconds: float, shown: str) -> None:
     assert span(seconds) == shown
+
+
+def test_a_time_that_no_calendar_has_is_shown_as_such() -> None:
+    series = [Series(name="s", points=[(0.0, 1.0), (1e300, 2.0)])]
+    assert ">?<" in figure(Lines(id="x", title="t", explains="", series=series, show=number))
 
 
 @pytest.mark.parametrize("values", [[0.0], [-3.0, -3.0], [1e-9, 2e-9], [1e12], [-1.0, 1.0]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from spoold import daemon, fs
 from spoold.config import Settings, load
 from spoold.daemon.loop import Daemon
 from spoold.demo.children import Child
-from spoold.errors import ConfigError, SpoolLocked
+from spoold.errors import ConfigError, SourceSchemaError, SpoolLocked
 from spoold.layout import RunDir, State
 from spoold.reasons import REASONS
 from spoold.spool import setup, statusfile
@@ -112,6 +113,9 @@ def test_ready_is_not_said_before_the_lock_is_held(
     reading, locked = manager.heard()
     assert reading == f"STATUS=reading {run_dir}"
     sentence = REASONS["second-daemon"].sentence
+    visit = setup.last_visit(RunDir(run_dir))
+    assert visit is not None
+    assert visit.who == f"pid {os.getpid()} on {os.uname().nodename}"
     assert locked.startswith(f"STATUS={sentence}: {run_dir} is locked: pid {os.getpid()} on ")
     lock.release()
 
@@ -152,6 +156,28 @@ def test_a_start_that_fails_stands_in_the_last_report_and_keeps_what_else_it_say
     assert "nowhere is no directory" in reason.text
     assert manager.heard()[-1] == f"STATUS={reason.words}"
     assert (said.state, said.delivered, said.published) == ("failed", 1, before.published)
+
+
+def test_a_wrong_database_is_told_by_the_report_of_a_run_directory_in_use_and_makes_none(
+    tmp_path: Path, manager: Manager
+) -> None:
+    place = Place(tmp_path)
+    place.rollouts(1).close()
+    wrong = tmp_path / "wrong.db"
+    with sqlite3.connect(wrong) as songs:
+        songs.execute("CREATE TABLE songs (id INTEGER PRIMARY KEY)")
+    songs.close()
+    chosen = {"db": str(place.db), "run_dir": str(place.run_dir), "min_free_bytes": "0"}
+    with pytest.raises(SourceSchemaError):
+        daemon.run(load(None, chosen | {"db": str(wrong)}, {}), service=Service(manager.address))
+    assert not place.run_dir.exists()
+    daemon.run(load(None, chosen, {}), once=True)
+    with pytest.raises(SourceSchemaError):
+        daemon.run(load(None, chosen | {"db": str(wrong)}, {}), service=Service(manager.address))
+    said, _ = statusfile.read(RunDir(str(place.run_dir)))
+    assert said is not None
+    assert (said.state, said.reasons[0].code) == ("failed", "source-schema")
+    assert manager.heard()[-1] == f"STATUS={said.reasons[0].words}"
 
 
 def test_a_wrong_job_leaves_the_run_directory_of_another_as_it_is(tmp_path: Path) -> None:

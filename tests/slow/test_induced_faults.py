@@ -137,7 +137,7 @@ class Service:
 
         def is_shown() -> bool:
             shown = " ".join(self.status().out.split())
-            return all(word in shown for word in words)
+            return all(word in shown for word in words) and shown.count(f" {code}: ") == 1
 
         until(is_shown, f"{words} in status:\n{self.status().out}")
         assert (self.status("--check").code == 75) == bool(SEVERE & set(self.reasons()))
