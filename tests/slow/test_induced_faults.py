@@ -132,12 +132,13 @@ class Service:
     def sees(self, code: str, detail: str, remedy: str = "") -> None:
         """Wait until all four say it, in the same words."""
         sentence = REASONS[code].sentence
-        words = (f"{LABELS[REASONS[code].urgency]} {code}: {sentence}", detail)
+        label = f"{LABELS[REASONS[code].urgency]} {code}: "
+        words: tuple[str, ...] = (f"{label}{sentence}", detail)
         words += (remedy or REASONS[code].remedy,)
 
         def is_shown() -> bool:
             shown = " ".join(self.status().out.split())
-            return all(word in shown for word in words) and shown.count(f" {code}: ") == 1
+            return all(word in shown for word in words) and shown.count(label) == 1
 
         until(is_shown, f"{words} in status:\n{self.status().out}")
         assert (self.status("--check").code == 75) == bool(SEVERE & set(self.reasons()))
