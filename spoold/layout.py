@@ -95,6 +95,9 @@ class State(enum.StrEnum):
     ACKED = "acked"
     REJECTED = "rejected"
 
+    # As a str, which it equals: Enum's own hash is that of the name, and written in Python.
+    __hash__ = str.__hash__
+
 
 class Move(enum.StrEnum):
     """What moves a batch, by its word."""

@@ -193,8 +193,13 @@ def complete(rollouts: Rollouts, count: int = 1) -> None:
 
 
 def pending(service: Service, count: int) -> list[str]:
-    until(lambda: len(tree(service.run, "pending")) >= count, f"{count} batches")
-    return list(tree(service.run, "pending"))
+    """Wait for so many batches. A daemon that starts renames a file of its own through here."""
+
+    def names() -> list[str]:
+        return [name for name in tree(service.run, "pending") if name.endswith(".jsonl")]
+
+    until(lambda: len(names()) >= count, f"{count} batches")
+    return names()
 
 
 def mv(service: Service, name: str, target: str) -> None:
