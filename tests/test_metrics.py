@@ -151,7 +151,7 @@ def test_every_number_of_a_run_that_is_known(tmp_path: Path, rollouts: Rollouts)
         reasons = {name: found.pop(name) for name in list(found) if name.startswith("spoold_reas")}
         assert found.pop("spoold_disk_free_bytes") > 0
         assert found == {
-            f"spoold_info{{rollout_job=job-1,version={__version__}}}": 1,
+            f"spoold_info{{rollout_job=job-1,shard=0/1,version={__version__}}}": 1,
             "spoold_running": 1,
             "spoold_start_time_seconds": began,
             **{f"spoold_batches{{directory={d}}}": n for d, n in _counts(3, 0, 2, 1).items()},
