@@ -43,7 +43,7 @@ COMMANDS: Final = {
 }
 _EX_SIGINT: Final = 130
 # A listing is thousands of small objects without a cycle: to look for cycles in them, again and
-# again, is a tenth of what `status` and `ls` cost.
+# again, was 8 % of what `status` and `ls` cost with 5,000 files.
 _GC_THRESHOLD: Final = 50_000
 _EX_SIGPIPE: Final = 141
 
