@@ -21,6 +21,7 @@ __all__ = [
     "ConfigError",
     "ConsumerBusy",
     "ConsumerError",
+    "LockLost",
     "SourceError",
     "SourceReplaced",
     "SourceSchemaError",
@@ -105,6 +106,10 @@ class SpoolLocked(SpoolError):
 
     exit_code = EX_TRY_AGAIN
     retryable = True
+
+
+class LockLost(SpoolLocked):
+    """The lock file was removed or replaced while this daemon held it."""
 
 
 class SpoolHeld(SpoolError):

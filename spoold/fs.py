@@ -24,6 +24,7 @@ from spoold.oserrors import PASSING, doing, failed
 from spoold.reading import (
     Listing,
     free_bytes,
+    is_out_of_inodes,
     is_read_only,
     look_up,
     open_file,
@@ -42,6 +43,7 @@ __all__ = [
     "failed",
     "free_bytes",
     "holder_of",
+    "is_out_of_inodes",
     "is_read_only",
     "lock_is_held",
     "look_up",

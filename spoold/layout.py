@@ -95,6 +95,9 @@ class State(enum.StrEnum):
     ACKED = "acked"
     REJECTED = "rejected"
 
+    # As a str, which it equals: Enum's own hash is that of the name, and written in Python.
+    __hash__ = str.__hash__
+
 
 class Move(enum.StrEnum):
     """What moves a batch, by its word."""
@@ -324,6 +327,11 @@ class RunDir:
     def tmp(self) -> str:
         """Files being written; whatever lies here when the daemon starts is a leftover."""
         return f"{self.root}/.spoold/tmp"
+
+    @property
+    def visit_json(self) -> str:
+        """Which daemon was turned away last, because one runs: gone with its next start."""
+        return f"{self.tmp}/visit.json"
 
     @property
     def ledger(self) -> str:

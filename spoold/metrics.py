@@ -11,7 +11,6 @@ prometheus_client is loaded when the first file is written; whoever only counts 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 __all__ = ["Durations", "Facts", "Textfile"]
-
-log = logging.getLogger("spoold.metrics")
 
 WRITE_SECONDS: Final = 5.0
 BOUNDS_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -85,7 +82,7 @@ class Facts:
 class Textfile:
     """The file of one run directory in `folder`.
 
-    What cannot be written later is logged once until it can: to deliver matters more than to tell.
+    Where it cannot be written, delivery goes on: that matters more than to tell.
     """
 
     def __init__(self, folder: str, run_dir: str) -> None:
@@ -95,7 +92,6 @@ class Textfile:
         name = "".join(c if c.isascii() and c.isalnum() else "-" for c in os.path.basename(root))
         self.path = f"{folder}/spoold-{name[:100]}-{digest}.prom"
         self.due_at = 0.0
-        self._failed = False
 
     def check(self) -> None:
         """Raise ConfigError where there is no such folder: better said at start than in the log."""
@@ -105,18 +101,16 @@ class Textfile:
                 hint="make it, or leave metrics_dir unset",
             )
 
-    def write(self, facts: Facts, now: float) -> None:
-        """Replace the file, whole."""
+    def write(self, facts: Facts, now: float) -> SpoolWriteError | None:
+        """Replace the file, whole. Returns why it could not be written, None where it was."""
         self.due_at = now + WRITE_SECONDS
         try:
             fs.put(self.path, render(facts), tmp_dir=self.folder, durable=False, mode=0o644)
-        except (SpoolWriteError, OSError) as error:
-            if not self._failed:
-                fields = {"file": self.path, "error": str(error)}
-                log.warning("metrics not written", extra={"fields": fields})
-            self._failed = True
-        else:
-            self._failed = False
+        except SpoolWriteError as error:
+            return error
+        except FileNotFoundError as error:
+            return fs.failed("write", self.path, error)
+        return None
 
 
 def render(facts: Facts) -> bytes:
@@ -207,10 +201,10 @@ def _daemon(facts: Facts) -> Iterator[Metric]:
         "1 while a reason holds: why something is not delivered, or what a person should know.",
         labels=["run_dir", "reason", "sentence", "severity"],
     )
-    holding = {each.code for each in report.reasons}
+    # What a daemon waited for that was stopped is history; what ended one is not.
+    holding = set() if report.state == "stopped" else {each.code for each in report.reasons}
     for code, kind in REASONS.items():
-        severity = "attention" if kind.severe else "notice"
-        keys = [*_keys(facts, "", ""), code, kind.sentence, severity]
+        keys = [*_keys(facts, "", ""), code, kind.sentence, kind.urgency.name.lower()]
         reason.add_metric(keys, float(code in holding))
     yield reason
     yield from _gauge(

@@ -16,7 +16,7 @@ PASSING: Final = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 )
 _HINTS: Final = {
-    errno.ENOSPC: "free some space",
+    errno.ENOSPC: "free some space, or inodes (`df -i`)",
     errno.EDQUOT: "free some space or raise the quota",
     errno.EROFS: "mount it read-write",
     errno.EACCES: "give this user permission on it",

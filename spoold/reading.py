@@ -5,6 +5,7 @@ A failed call raises SpoolWriteError; FileNotFoundError passes through.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -17,6 +18,7 @@ from spoold.oserrors import doing
 __all__ = [
     "Listing",
     "free_bytes",
+    "is_out_of_inodes",
     "is_read_only",
     "look_up",
     "open_file",
@@ -133,7 +135,24 @@ def free_bytes(path: str) -> int:
     return facts.f_bavail * facts.f_frsize
 
 
-def is_read_only(path: str) -> bool:
-    """Whether the file system that `path` lies on is mounted read-only."""
+def is_out_of_inodes(path: str) -> bool:
+    """Whether no file can be made beside `path`, however many bytes are free (`df -i`)."""
     with doing("stat", path):
-        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+        facts = os.statvfs(path)
+    return facts.f_files > 0 and facts.f_favail == 0
+
+
+def is_read_only(path: str) -> bool:
+    """Whether the file system that `path` lies on is mounted read-only, or the kernel made it so.
+
+    After an error on the disk ext4 refuses every write, and newer kernels (seen with Linux 6.18)
+    say so in the options of the mount alone.
+    """
+    with doing("stat", path):
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            return True
+        device = os.stat(path).st_dev
+    number = b" %d:%d " % (os.major(device), os.minor(device))
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo", "rb") as mounts:
+        return any(b"emergency_ro" in line and number in line for line in mounts)
+    return False

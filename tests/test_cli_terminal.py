@@ -76,7 +76,7 @@ def test_progress_is_shown_of_long_work_on_a_terminal_and_wiped_away(
     for _ in progress(range(100_000), total=100_000, what="removing batches"):
         now[0] += 0.001
     said = screen.getvalue().split("\r\x1b[K")
-    assert said[1] == "removing batches 500 of 100,000 (0 %)"
+    assert said[1] == "removing batches 500 of 100,000 (0 %)\r"
     assert said[-1] == ""
     assert 500 < len(said) < 1100
 
@@ -99,7 +99,7 @@ def test_progress_is_wiped_away_also_when_the_work_is_broken_off(
     now[0] = 1.0
     next(work)
     work.close()
-    assert screen.getvalue().endswith("x 1 of 10 (10 %)\r\x1b[K")
+    assert screen.getvalue().endswith("x 1 of 10 (10 %)\r\r\x1b[K")
 
 
 def test_what_is_pruned_into_a_pipe_is_paths_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import termios
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from spoold.spool import overview
 from spoold.spool.flow import Flow
 from tests.support.batches import empty_run, put_batch
 from tests.support.commands import spoold, spoold_process
+from tests.support.processes import until
 from tests.support.terminals import Terminal
 
 
@@ -52,6 +54,51 @@ def test_it_shows_what_moves_survives_resizing_and_leaves_the_terminal_as_it_was
     terminal.type(key)
     assert terminal.end() == 0
     assert termios.tcgetattr(terminal.slave)[:4] == terminal.before[:4]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_it_and_leaves_the_terminal_as_it_was(
+    tmp_path: Path, terminals: list[Terminal], number: int
+) -> None:
+    run = empty_run(tmp_path / "run")
+    terminal = Terminal("top", run.root, term="xterm")
+    terminals.append(terminal)
+    terminal.until("recent")
+    assert termios.tcgetattr(terminal.slave)[:4] != terminal.before[:4]
+    for _ in range(20):  # an impatient person
+        terminal.process.send_signal(number)
+    assert terminal.end() == 0
+    assert termios.tcgetattr(terminal.slave)[:4] == terminal.before[:4]
+    assert not terminal.screen.cursor.hidden
+    terminal.drain()
+    assert terminal.seen.rfind(b"\x1b[?1049l") > terminal.seen.rfind(b"\x1b[?1049h")
+    assert b"Traceback" not in terminal.seen
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_goes_away_ends_it(
+    tmp_path: Path, terminals: list[Terminal], ignored: bool
+) -> None:
+    """Also where nobody is told (nohup): it must not go on in circles for nobody."""
+    run = empty_run(tmp_path / "run")
+    terminal = Terminal("top", run.root, ignores_hangup=ignored)
+    terminals.append(terminal)
+    terminal.until("recent")
+    terminal.hang_up()
+    assert terminal.process.wait(30) == 0
+
+
+def test_it_survives_every_size(tmp_path: Path, terminals: list[Terminal]) -> None:
+    run = empty_run(tmp_path / "run")
+    terminal = Terminal("top", run.root, "--interval", "0.1", columns=1, lines=1)
+    terminals.append(terminal)
+    until(lambda: termios.tcgetattr(terminal.slave)[:4] != terminal.before[:4], "its screen")
+    for columns, lines in ((1, 1), (2, 1), (1, 2), (3, 3), (1000, 2), (2, 500), (80, 24)):
+        terminal.resize(columns, lines)
+        terminal.drain()
+    terminal.until("recent")
+    terminal.type(b"q")
+    assert terminal.end() == 0
 
 
 def test_a_run_directory_that_goes_away_is_said_and_comes_back(

@@ -52,8 +52,9 @@ def go_through(it: Running, outage: Outage) -> SpoolWriteError | None:
         it.go()
         if outage.hit:
             held = {reason.code: reason for reason in it.daemon.conditions.reasons()}
-            assert os.strerror(outage.code).lower() in held["write-failed"].text
-            assert held["write-failed"].remedy
+            code = "disk-space" if outage.code == errno.ENOSPC else "write-failed"
+            assert os.strerror(outage.code).lower() in held[code].text
+            assert held[code].remedy
             assert it.status.state == "held"
         outage.over = True
         it.go(20.0)
@@ -93,6 +94,26 @@ def test_09_15_a_daemon_says_why_it_cannot_write_and_goes_on_by_itself_when_it_c
             break
     assert not outage.hit
     assert gone_on > 5
+
+
+def test_a_number_that_cannot_be_reserved_loses_no_environment(tmp_path: Path) -> None:
+    """Its environments were out of the plan by then, and nobody put them back."""
+    acts.database(tmp_path, 2)
+    it = acts.daemon(tmp_path, batch_size=1)
+    fails = [True]
+
+    def on_call(call: Call) -> None:
+        if fails[0] and call.name == "rename" and "/seq-" in call.path:
+            raise OSError(errno.EROFS, "read-only", call.path)
+
+    with watching(f"{tmp_path}/run", on_call):
+        it.go()
+        assert "read-only" in {reason.code for reason in it.daemon.conditions.reasons()}
+        fails[0] = False
+        it.go(1.0)
+    assert len(os.listdir(it.run.pending)) == 2
+    it.daemon.stop()
+    it.kill()
 
 
 def test_15_a_requeue_whose_sync_failed_ends_the_daemon(tmp_path: Path) -> None:

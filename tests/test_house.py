@@ -86,3 +86,9 @@ def test_the_top_level_holds_six_entries_and_dotfiles() -> None:
     top = {line.partition("/")[0] for line in ran.stdout.splitlines()}
     allowed = {"pyproject.toml", "README.md", "spoold", "tests", "systemd", "examples"}
     assert {name for name in top if not name.startswith(".")} <= allowed
+
+
+def test_status_and_ls_load_only_what_they_need() -> None:
+    # A monitor runs them every few seconds: each module here costs all of them.
+    loaded = loaded_by("import spoold.cli.status, spoold.cli.ls")
+    assert loaded.isdisjoint({*HEAVY, "shutil", "tempfile", "subprocess"} - {"click"})

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from spoold import fs
+from spoold.daemon.conditions import Conditions
+from spoold.daemon.outage import Outage
 from spoold.errors import SourceSchemaError, SpoolLocked
 from spoold.layout import RunDir
-from spoold.reasons import REASONS, say
+from spoold.reasons import REASONS, SEVERE, Urgency, say
 from spoold.spool import health, setup
 from tests.support.batches import tree
 from tests.support.commands import spoold
@@ -85,15 +87,18 @@ class Stage:
         self.it.go(3.0)
         shown = self.status()
         sentence = say(code)
-        label = "attention" if REASONS[code].severe else "(waits for|notice)"
+        label = ("attention", "notice", "waits for")[REASONS[code].urgency]
         assert re.search(rf"{label} {code}: {re.escape(sentence)}", shown), shown
         assert detail in shown
         assert (remedy or REASONS[code].remedy) in shown
-        assert self.severe() == REASONS[code].severe
+        assert self.severe() == (code in SEVERE)
         assert self.gauge(code) == 1
-        first, *_ = self.it.daemon.conditions.reasons()
-        assert self.it.daemon.report.sentence == f"{first.text}; {first.remedy}"
-        if REASONS[code].severe:
+        first, *others = self.it.daemon.conditions.reasons()
+        told, _, also = self.it.daemon.report.sentence.partition("; also: ")
+        assert told == first.words
+        assert also == "; ".join(REASONS[each.code].sentence for each in others)
+        assert code in {first.code} | {each.code for each in others}
+        if code in SEVERE:
             assert first.code == code
         fields = [record.fields for record in self.caplog.records if record.message == "waiting"]
         said = [each for each in fields if each["reason"] == code]
@@ -170,8 +175,8 @@ def test_a_full_disk(stage: Stage, rollouts: Rollouts, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patch:
         patch.setattr(fs, "write_new", full)
-        stage.sees("write-failed", "no space left on device", "free some space")
-    stage.sees_no_more("write-failed")
+        stage.sees("disk-space", "no space left on device", "free some space")
+    stage.sees_no_more("disk-space")
 
 
 def test_a_disk_below_its_mark(
@@ -230,6 +235,22 @@ def test_a_second_daemon_is_told_who_runs_and_status_shows_the_same(stage: Stage
     who = f"pid {os.getpid()} on {os.uname().nodename}"
     assert f"{stage.it.run.root} is locked: {who} runs a daemon on it" in str(error)
     assert f"daemon running, {who}" in stage.status()
+    setup.leave_visit(stage.it.run)
+    stage.sees("second-daemon", f"{who} was turned away")
+    stage.it.go(550.0)
+    stage.it.go(60.0)
+    stage.sees_no_more("second-daemon")
+    setup.leave_visit(stage.it.run)
+    stage.sees("second-daemon", f"{who} was turned away")
+    assert "visit.json" not in stage.status()
+    stage.it.kill()
+    stage.it = start(
+        Path(stage.it.run.root).parent,
+        stage.clock,
+        wall=stage.it.daemon.wall,
+        metrics_dir=stage.metrics,
+    )
+    stage.sees_no_more("second-daemon")
 
 
 def test_a_group_with_a_straggler(
@@ -367,6 +388,63 @@ def test_a_daemon_that_lost_its_lock_says_why_and_leaves_the_report_to_the_next(
     assert "attention daemon-gone: no daemon delivers here: it was killed" in stage.status()
 
 
+def test_the_most_urgent_comes_first_and_then_the_oldest() -> None:
+    conditions = Conditions(iter(range(10)).__next__)
+    codes = ("linger", "source-empty", "hints-off", "clock-jump", "disk-space", "bug")
+    for code in codes:
+        conditions.begin(code, now=0.0)
+    urgent_first = (*codes[4:], *codes[2:4], *codes[:2])
+    assert tuple(reason.code for reason in conditions.reasons()) == urgent_first
+
+
+def test_of_writes_that_fail_for_one_cause_after_the_other_the_last_one_is_shown() -> None:
+    conditions = Conditions(lambda: 0.0)
+    outage = Outage(conditions)
+
+    def codes() -> list[str]:
+        return [reason.code for reason in conditions.reasons()]
+
+    def fail(code: int) -> None:
+        outage.failed(fs.failed("write", "x", OSError(code, "")), batches=0, now=0.0)
+
+    for code, wanted in (
+        (errno.ENOSPC, "disk-space"),
+        (errno.EIO, "write-failed"),
+        (errno.EROFS, "read-only"),
+        (errno.EDQUOT, "disk-space"),
+    ):
+        fail(code)
+        assert codes() == [wanted]
+    # The mark of free bytes holds the same reason, and ends it.
+    outage.hand_over("disk-space")
+    outage.over(1.0)
+    assert codes() == ["disk-space"]
+
+
+@pytest.mark.parametrize(
+    ("code", "at_first", "later"),
+    [
+        ("source-unavailable", "WARNING", "WARNING"),
+        ("hints-off", "INFO", "WARNING"),
+        ("waiting-for-environments", "DEBUG", "INFO"),
+    ],
+)
+def test_what_lasts_for_a_minute_is_logged_again_and_louder(
+    caplog: pytest.LogCaptureFixture, code: str, at_first: str, later: str
+) -> None:
+    caplog.set_level(logging.DEBUG, "spoold")
+    conditions = Conditions(lambda: 0.0)
+    for now in range(0, 601, 5):
+        conditions.begin(code, f"{now}", now=float(now))
+    conditions.end(code, now=605.0)
+    said = [(r.levelname, r.message, r.fields["for"]) for r in caplog.records]
+    assert said == [
+        (at_first, "waiting", 0),
+        *((later, "waiting", after) for after in (60, 120, 240, 480)),
+        ("INFO", "waiting over", 605),
+    ]
+
+
 def test_every_code_that_is_used_is_in_the_table_and_every_sentence_is_one() -> None:
     used = set()
     for path in (ROOT / "spoold").rglob("*.py"):
@@ -379,7 +457,7 @@ def test_every_code_that_is_used_is_in_the_table_and_every_sentence_is_one() -> 
     for code, kind in REASONS.items():
         assert re.fullmatch(r"[a-z]+(-[a-z]+)*", code)
         assert not kind.sentence.endswith(".")
-        assert kind.remedy or not kind.severe
+        assert kind.remedy or kind.urgency is Urgency.WAIT
 
 
 def test_a_dead_daemon_leaves_it_to_status_to_say_who_else_is_dead(
@@ -430,13 +508,10 @@ SENTENCES = {
     "many-notes": "unusually many environments were set aside",
     "hints-off": "the kernel gives no hints of changes: they are found by timed looks",
     "clock-jump": "the system clock was set",
+    "second-daemon": "a second daemon was started on this run directory",
+    "metrics-unwritten": "the numbers for Prometheus cannot be written",
 }
 
 
 def test_the_sentences_are_these_to_the_letter() -> None:
     assert {code: kind.sentence for code, kind in REASONS.items()} == SENTENCES
-
-
-def test_every_severe_reason_has_a_remedy() -> None:
-    lacking = {code for code, kind in REASONS.items() if kind.severe and not kind.remedy}
-    assert lacking == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -13,12 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from spoold import report
+from spoold import fs, report
 from spoold.layout import Place, RunDir, State
 from spoold.report.charts import Lines, Series, figure, number, span
-from tests.support.batches import PENDING, batch, empty_run
+from spoold.spool import statusfile
+from spoold.spool.statusfile import Reason, Status
+from tests.support.batches import PENDING, batch, empty_run, put_batch
 from tests.support.commands import spoold
 
+gathering = importlib.import_module("spoold.report.gather")  # its function hides its name
 ACKED = Place(State.ACKED, "step-000000003")
 
 
@@ -118,6 +122,99 @@ def test_the_page_is_one_file_that_loads_and_runs_nothing(run: RunDir) -> None:
     assert "@media print" in page
 
 
+def test_of_a_very_large_run_some_batches_are_opened_and_the_page_says_so(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "MOST_READ_FILES", 4)
+    opened: list[str] = []
+    read = fs.read
+    monkeypatch.setattr(gathering.fs, "read", lambda path: opened.append(path) or read(path))
+    gathered = report.gather(run, now=1796001000.0)
+    assert [b.file.seq for b in gathered.batches if b.rewards is not None] == [1, 4, 7, 10]
+    assert len(gathered.batches) == 12
+    assert len([path for path in opened if path.endswith(".jsonl")]) == 4
+    page = report.page(gathered)
+    assert "one in 3 was opened" in page
+    published = [float(v) for v in values_of(page, "depth", "batches")]
+    assert published[-1] == 5
+    monkeypatch.setattr(gathering, "MOST_READ_FILES", 12)
+    monkeypatch.setattr(gathering, "MOST_READ_BYTES", 1)
+    assert report.gather(run, now=0.0).read_every > 100
+    monkeypatch.undo()
+    assert "was opened" not in report.page(report.gather(run, now=0.0))
+
+
+def test_very_many_reasons_and_group_sizes_stay_a_page_and_none_is_left_out(
+    tmp_path: Path,
+) -> None:
+    run = empty_run(tmp_path / "run")
+    for one in range(500):
+        Path(run.rejected, f"env-{one + 1}.reason-{one}.json").write_text("{}")
+    gathered = report.gather(run, now=0.0)
+    gathered.groups.update({f"g{size}": size for size in range(1, 200)})
+    page = report.page(gathered)
+    assert len(page) < 60_000
+    for chart, series, total in (("rejects", "notes", 500), ("groups", "groups", 199)):
+        assert sum(map(float, values_of(page, chart, series))) == total
+
+
+@pytest.mark.parametrize("reward", [1e308, -1e308])
+def test_numbers_at_the_edge_and_times_that_somebody_set_have_a_page(
+    tmp_path: Path, reward: float
+) -> None:
+    run = empty_run(tmp_path / "run")
+    for seq in (1, 2):
+        name, data = batch(seq, [10 * seq, 10 * seq + 1])
+        data = data.replace(b'"reward":0.5', b'"reward":%r' % (reward if seq == 1 else -reward))
+        data = data.replace(b"1796000000.0", b"-1e308" if seq == 1 else b"1e308")
+        path = Path(run.pending, name.file_name)
+        path.write_bytes(data)
+        os.utime(path, (seq * 2**32, seq * 2**32))
+    page = report.page(report.gather(run, now=0.0))
+    for word in ("nan", "inf"):
+        assert not re.search(rf'["> ]-?{word}\b', page)
+
+
+def test_a_run_of_notes_alone_or_without_any_ack_has_a_page(tmp_path: Path) -> None:
+    run = empty_run(tmp_path / "run")
+    Path(run.rejected, "env-7.bad-json.json").write_text("{}")
+    page = report.page(report.gather(run, now=0.0))
+    assert page.count("nothing yet") == 7
+    put_batch(run, 1, [1])
+    page = report.page(report.gather(run, now=0.0))
+    assert values_of(page, "to-ack", "median") == []
+    assert values_of(page, "depth", "batches")
+
+
+def test_hostile_words_of_a_job_stay_text(tmp_path: Path) -> None:
+    run = empty_run(tmp_path / "run")
+    evil = '"><img src=x onerror=alert(1)>&'
+    reason = Reason.of("unknown-files", evil, evil, since=0.0)
+    for state in State:
+        Path(run.root, state, evil.replace("/", "")).touch()
+    said = Status(
+        version=evil,
+        pid=1,
+        host=evil,
+        started=0.0,
+        updated=0.0,
+        job=evil,
+        url=evil,
+        ready_when=evil,
+        state="failed",
+        reasons=(replace(reason, code="bug"),),
+    )
+    statusfile.write(run, said)
+    (run_reason := Path(run.rejected, 'a"><b>c')).mkdir()
+    name, data = batch(1, [1], group=evil)
+    Path(run_reason, name.file_name).write_bytes(data)
+    page = report.page(report.gather(run, now=1.0))
+    tags = {tag for tag, _ in Parts(page).tags}
+    assert "img" not in tags
+    assert not {tag for tag in tags if tag in ("b", "script")}
+    assert "&lt;img" in page
+
+
 def test_an_empty_run_directory_has_a_page_too(tmp_path: Path) -> None:
     run = empty_run(tmp_path / "run")
     page = report.page(report.gather(run, now=1796001000.0))
@@ -181,6 +278,11 @@ def test_numbers_are_short(value: float, shown: str) -> None:
 )
 def test_spans_are_short(seconds: float, shown: str) -> None:
     assert span(seconds) == shown
+
+
+def test_a_time_that_no_calendar_has_is_shown_as_such() -> None:
+    series = [Series(name="s", points=[(0.0, 1.0), (1e300, 2.0)])]
+    assert ">?<" in figure(Lines(id="x", title="t", explains="", series=series, show=number))
 
 
 @pytest.mark.parametrize("values", [[0.0], [-3.0, -3.0], [1e-9, 2e-9], [1e12], [-1.0, 1.0]])

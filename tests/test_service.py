@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Iterator
@@ -17,9 +18,10 @@ from spoold import daemon, fs
 from spoold.config import Settings, load
 from spoold.daemon.loop import Daemon
 from spoold.demo.children import Child
-from spoold.errors import ConfigError, SpoolLocked
-from spoold.layout import State
-from spoold.spool import setup
+from spoold.errors import ConfigError, SourceSchemaError, SpoolLocked
+from spoold.layout import RunDir, State
+from spoold.reasons import REASONS
+from spoold.spool import setup, statusfile
 from spoold.systemd import Service
 from tests.support.manager import Manager
 from tests.support.processes import ENVIRON, Players, batch_names, until
@@ -110,8 +112,91 @@ def test_ready_is_not_said_before_the_lock_is_held(
         daemon.run(settings, service=Service(manager.address))
     reading, locked = manager.heard()
     assert reading == f"STATUS=reading {run_dir}"
-    assert locked.startswith(f"STATUS={run_dir} is locked: pid {os.getpid()} on ")
+    sentence = REASONS["second-daemon"].sentence
+    visit = setup.last_visit(RunDir(run_dir))
+    assert visit is not None
+    assert visit.who == f"pid {os.getpid()} on {os.uname().nodename}"
+    assert locked.startswith(f"STATUS={sentence}: {run_dir} is locked: pid {os.getpid()} on ")
     lock.release()
+
+
+def test_a_bug_that_ends_the_daemon_stands_in_its_last_report(
+    tmp_path: Path, manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = f"{tmp_path}/run"
+    settings = load(None, {"db": f"{tmp_path}/none.db", "run_dir": run_dir}, {})
+    monkeypatch.setattr(Daemon, "step", lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        daemon.run(settings, service=Service(manager.address))
+    said, _ = statusfile.read(RunDir(run_dir))
+    assert said is not None
+    assert said.state == "failed"
+    (bug,) = (reason for reason in said.reasons if reason.code == "bug")
+    assert bug.text.startswith(f"{REASONS['bug'].sentence}: ZeroDivisionError: ")
+    assert bug.remedy == REASONS["bug"].remedy
+    assert manager.heard()[-1] == f"STATUS={bug.words}"
+
+
+def test_a_start_that_fails_stands_in_the_last_report_and_keeps_what_else_it_says(
+    tmp_path: Path, manager: Manager
+) -> None:
+    place = Place(tmp_path)
+    place.rollouts(1).close()
+    chosen = {"db": str(place.db), "run_dir": str(place.run_dir), "min_free_bytes": "0"}
+    daemon.run(load(None, chosen, {}), once=True)
+    before, _ = statusfile.read(RunDir(str(place.run_dir)))
+    assert before is not None
+    nowhere = chosen | {"metrics_dir": f"{tmp_path}/nowhere"}
+    with pytest.raises(ConfigError):
+        daemon.run(load(None, nowhere, {}), service=Service(manager.address))
+    said, _ = statusfile.read(RunDir(str(place.run_dir)))
+    assert said is not None
+    (reason,) = said.reasons
+    assert reason.code == "settings"
+    assert "nowhere is no directory" in reason.text
+    assert manager.heard()[-1] == f"STATUS={reason.words}"
+    assert (said.state, said.delivered, said.published) == ("failed", 1, before.published)
+
+
+def test_a_wrong_database_is_told_by_the_report_of_a_run_directory_in_use_and_makes_none(
+    tmp_path: Path, manager: Manager
+) -> None:
+    place = Place(tmp_path)
+    place.rollouts(1).close()
+    wrong = tmp_path / "wrong.db"
+    with sqlite3.connect(wrong) as songs:
+        songs.execute("CREATE TABLE songs (id INTEGER PRIMARY KEY)")
+    songs.close()
+    chosen = {"db": str(place.db), "run_dir": str(place.run_dir), "min_free_bytes": "0"}
+    with pytest.raises(SourceSchemaError):
+        daemon.run(load(None, chosen | {"db": str(wrong)}, {}), service=Service(manager.address))
+    assert not place.run_dir.exists()
+    daemon.run(load(None, chosen, {}), once=True)
+    with pytest.raises(SourceSchemaError):
+        daemon.run(load(None, chosen | {"db": str(wrong)}, {}), service=Service(manager.address))
+    said, _ = statusfile.read(RunDir(str(place.run_dir)))
+    assert said is not None
+    assert (said.state, said.reasons[0].code) == ("failed", "source-schema")
+    assert manager.heard()[-1] == f"STATUS={said.reasons[0].words}"
+
+
+def test_a_wrong_job_leaves_the_run_directory_of_another_as_it_is(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.rollouts(1).close()
+    chosen = {"db": str(place.db), "run_dir": str(place.run_dir), "min_free_bytes": "0"}
+    daemon.run(load(None, chosen, {}), once=True)
+
+    def everything() -> list[tuple[str, bytes]]:
+        files = sorted(path for path in place.run_dir.rglob("*") if path.is_file())
+        return [(str(path), path.read_bytes()) for path in files]
+
+    before = everything()
+    other = make_rollouts(tmp_path / "other.db", job="job-2")
+    other.register(1)
+    other.close()
+    with pytest.raises(ConfigError, match="belongs to job"):
+        daemon.run(load(None, chosen | {"db": f"{tmp_path}/other.db"}, {}), once=True)
+    assert everything() == before
 
 
 def test_an_idle_daemon_pings_in_time_however_long_its_own_pauses_are(

@@ -103,5 +103,5 @@ def test_17_18_a_daemon_without_inotify_warns_once_and_goes_on_by_timed_scan(
         until(lambda: len(os.listdir(run / ".spoold/ledger")) == 2, "the ledger entries")
         assert players.stop("daemon") == 0
     said = players.log("daemon").read_text()
-    assert said.count("inotify cannot") == (how != "silence")
+    assert said.count("WARNING inotify cannot") == (how != "silence")
     verdict.assert_each_once(tmp_path, verdict.look(run))

@@ -8,6 +8,7 @@ next to nothing.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -42,6 +43,9 @@ COMMANDS: Final = {
     "check": "check",
 }
 _EX_SIGINT: Final = 130
+# A listing is thousands of small objects without a cycle: to look for cycles in them, again and
+# again, was 8 % of what `status` and `ls` cost with 5,000 files.
+_GC_THRESHOLD: Final = 50_000
 _EX_SIGPIPE: Final = 141
 
 
@@ -89,6 +93,7 @@ def _spoold() -> None:
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
+    gc.set_threshold(_GC_THRESHOLD)
     flags: dict[str, bool] = {}
     sys.exit(_run(sys.argv[1:] if args is None else list(args), flags))
 

@@ -7,23 +7,18 @@ from typing import Final
 
 from spoold.cli import terminal
 from spoold.cli.words import age
+from spoold.reasons import Urgency, urgency
 from spoold.spool.health import Health
 from spoold.spool.statusfile import Reason
 
 __all__ = ["LABEL_WIDTH", "all_reason_lines", "daemon_lines", "wrapped"]
 
 LABEL_WIDTH: Final = 11
-_NOTICES: Final = frozenset(
-    {
-        "consumer-gone",
-        "claimed-by-hand",
-        "duplicates",
-        "unknown-files",
-        "many-notes",
-        "hints-off",
-        "clock-jump",
-    }
-)
+_LABELS: Final = {
+    Urgency.ATTENTION: "attention",
+    Urgency.NOTICE: "notice",
+    Urgency.WAIT: "waits for",
+}
 
 
 def wrapped(label: str, text: str, width: int | None = None) -> list[str]:
@@ -55,11 +50,9 @@ def all_reason_lines(
     severe: list[str] = []
     others: list[str] = []
     for reason in found.reasons:
-        if reason in found.severe:
-            severe += _reason_lines("attention", reason, now, width)
-        else:
-            label = "notice" if reason.code in _NOTICES else "waits for"
-            others += _reason_lines(label, reason, now, width)
+        urgent = urgency(reason.code)
+        lines = severe if urgent is Urgency.ATTENTION else others
+        lines += _reason_lines(_LABELS[urgent], reason, now, width)
     return severe, others
 
 

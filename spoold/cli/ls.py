@@ -93,16 +93,18 @@ def _ls_facts(view: Overview, states: list[State], *, long: bool) -> dict[str, A
     batches = []
     for file in view.files:
         if file.place.state in states:
-            seq, samples, _ = file.id.split("-", 2)
+            place, name, batch_id = file
+            seq, samples, weights, _ = batch_id.split("-")
+            lo, _, hi = weights[1:].partition(".")
             facts: dict[str, Any] = {
-                "id": file.id,
-                "path": f"{file.place.path}/{file.name}",
-                "state": file.place.state.value,
-                "folder": file.place.folder,
+                "id": batch_id,
+                "path": f"{place.path}/{name}",
+                "state": place.state,
+                "folder": place.folder,
                 "seq": int(seq),
                 "samples": int(samples[1:]),
-                "weights": list(file.weights),
-                "settled": file.id in view.settled,
+                "weights": [int(lo), int(hi)],
+                "settled": batch_id in view.settled,
             }
             if long:
                 stat = _facts_of(view, file)

@@ -13,29 +13,48 @@ from typing import Final, TypeVar
 
 from spoold.cli import terminal
 
-__all__ = ["progress"]
+__all__ = ["Line", "progress"]
 
 _T = TypeVar("_T")
 FIRST_SECONDS: Final = 0.5
 AGAIN_SECONDS: Final = 0.1
 
 
-def progress(items: Iterable[_T], *, total: int, what: str) -> Iterator[_T]:
-    """Yield the items, and say how many of `total` are done: `pruning 1,200 of 100,000 (1 %)`."""
-    if not terminal.is_terminal(sys.stderr):
-        yield from items
-        return
-    say_at, said = time.monotonic() + FIRST_SECONDS, False
-    try:
-        for done, item in enumerate(items):
-            now = time.monotonic()
-            if now >= say_at:
-                say_at, said = now + AGAIN_SECONDS, True
-                percent = 100 * done // total if total else 100
-                sys.stderr.write(f"\r\x1b[K{what} {done:,} of {total:,} ({percent} %)")
-                sys.stderr.flush()
-            yield item
-    finally:
-        if said:
+class Line:
+    """The line itself: `pruning 1,200 of 100,000 (1 %)`. Shown by `say`, gone after `wipe`.
+
+    The cursor stays at its beginning, so that whatever else is written there begins a line.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._is_seen = terminal.is_terminal(sys.stderr)
+        self._say_at = time.monotonic() + FIRST_SECONDS
+        self._is_said = False
+
+    def say(self, done: int, total: int) -> None:
+        """Say how many of how many are done, if it is time to."""
+        if not self._is_seen or (now := time.monotonic()) < self._say_at:
+            return
+        self._say_at, self._is_said = now + AGAIN_SECONDS, True
+        percent = 100 * done // total if total else 100
+        sys.stderr.write(f"\r\x1b[K{self._what} {done:,} of {total:,} ({percent} %)\r")
+        sys.stderr.flush()
+
+    def wipe(self) -> None:
+        """Leave nothing behind."""
+        if self._is_said:
+            self._is_said = False
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+
+
+def progress(items: Iterable[_T], *, total: int, what: str) -> Iterator[_T]:
+    """Yield the items, and say how many of `total` are done."""
+    line = Line(what)
+    try:
+        for done, item in enumerate(items):
+            line.say(done, total)
+            yield item
+    finally:
+        line.wipe()

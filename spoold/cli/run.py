@@ -11,6 +11,7 @@ from typing import Any, Final
 import click
 
 from spoold import config, log
+from spoold.cli.progress import Line
 from spoold.cli.words import LOGS_ERRORS, debug_option
 from spoold.config import Settings
 
@@ -58,8 +59,22 @@ def run(ctx: click.Context, /, config_file: str | None, once: bool, **given: Any
         _log.warning("unknown variables", extra={"fields": fields})
     from spoold import daemon, systemd
 
+    line = Line("looking at environments")
+
+    def watch(done: int, total: int) -> None:
+        if done < total:
+            line.say(done, total)
+        else:
+            line.wipe()
+
     service = systemd.Service(config.notify_socket(), watchdog_seconds=config.watchdog_seconds())
-    daemon.run(settings, once=once, service=service, read_again=read_again if config_file else None)
+    daemon.run(
+        settings,
+        once=once,
+        service=service,
+        read_again=read_again if config_file else None,
+        watch=watch,
+    )
 
 
 def _set_up_log(settings: Settings) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from typing import Final, TextIO
 
@@ -45,7 +44,13 @@ def width() -> int:
     """Return how wide text may be: 80 columns, fewer where the terminal is narrower."""
     if not is_terminal(sys.stdout):
         return WIDTH
-    return max(_LEAST, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
+    exported = os.environ.get("COLUMNS", "")
+    try:
+        columns = int(exported) if exported.isdecimal() else 0
+        columns = columns or os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError):
+        columns = 0  # one that does not know its size
+    return max(_LEAST, min(WIDTH, columns or WIDTH))
 
 
 def painted(text: str, colour: str | None, *, bold: bool = False) -> str:

@@ -6,9 +6,11 @@ Changes nothing.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import time
 from collections import deque
+from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -180,7 +182,29 @@ def _on_screen(watched: _Watched) -> None:
     except curses.error:
         _as_lines(watched)  # a terminal that nobody knows
         return
-    curses.wrapper(_draw_until_quit, watched)
+    _end_on_signals()
+    try:
+        curses.wrapper(_draw_until_quit, watched)
+    except curses.error:
+        if terminal.is_terminal(sys.stdin):
+            raise
+        # It went away: there is nothing to put back in order.
+
+
+_ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _end_on_signals() -> None:
+    """Let a signal unwind the stack, once: nothing disturbs putting the terminal in order."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        for number in _ENDINGS:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in _ENDINGS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asked for that
+            signal.signal(number, end)
 
 
 def _draw_until_quit(screen: curses.window, watched: _Watched) -> None:
@@ -199,6 +223,8 @@ def _draw_until_quit(screen: curses.window, watched: _Watched) -> None:
         key = screen.getch()
         if key in (ord("q"), ord("Q")):
             return
+        if key == curses.ERR and not terminal.is_terminal(sys.stdin):
+            return  # it went away, and would give no key at once, for ever
         if key == curses.KEY_RESIZE:
             curses.update_lines_cols()
             screen.clear()  # what a terminal leaves of its lines then, curses does not know

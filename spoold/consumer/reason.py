@@ -9,7 +9,6 @@ from collections import Counter
 from spoold import fs
 from spoold.errors import SpoolWriteError
 from spoold.layout import RunDir, State, batch_id_of
-from spoold.reasons import SEVERE
 from spoold.spool import statusfile
 from spoold.spool.moves import find
 
@@ -38,8 +37,7 @@ def _why(run: RunDir) -> str:
     if status is None:
         return problem or "the daemon has just started and has not reported yet"
     if status.reasons:
-        # Those for which a person should come first.
-        reasons = sorted(status.reasons, key=lambda reason: reason.code not in SEVERE)
+        reasons = sorted(status.reasons, key=statusfile.Reason.order)
         return "; ".join(f"{r.text} ({r.remedy})" if r.remedy else r.text for r in reasons)
     source = status.source
     if not (source.running or source.ready or source.missing_rows or source.groups):

@@ -13,11 +13,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from spoold import config, fs
+from spoold.daemon.conditions import reason_of
+from spoold.daemon.looking import Watch
 from spoold.daemon.loop import Daemon
-from spoold.errors import ConfigError, SourceUnavailable, SpooldError
+from spoold.errors import ConfigError, SourceSchemaError, SourceUnavailable, SpooldError
 from spoold.layout import RunDir
 from spoold.sources import open_source
-from spoold.spool import setup
+from spoold.spool import setup, statusfile
 from spoold.systemd import Service
 from spoold.watch import Hints
 
@@ -47,12 +49,14 @@ def run(
     once: bool = False,
     service: Service | None = None,
     read_again: Callable[[], Settings] | None = None,
+    watch: Watch | None = None,
 ) -> None:
     """Run the daemon until SIGTERM or SIGINT; with `once` publish what there is and return.
 
     `service`: who is told how it goes. `read_again`: what SIGHUP calls for the new settings;
-    without it SIGHUP stops, too. Raises the SpooldError that ended it: its `exit_code` is the
-    process's. After a signal it returns, and nothing is half done.
+    without it SIGHUP stops, too. `watch`: hears how far the first look is. Raises the SpooldError
+    that ended it: its `exit_code` is the process's. After a signal it returns, and nothing is half
+    done.
     """
     # What is loaded by now stays; each row makes and drops a tree of objects without a cycle.
     gc.freeze()
@@ -62,20 +66,20 @@ def run(
     try:
         with _signals(hints, reloads=read_again is not None) as signals:
             service.status(f"reading {settings.run_dir}")
-            _check_source(settings)
+            problem = _check_source(settings)
             run_dir = setup.make_run(settings.run_dir)
             lock = _lock(run_dir, hints, signals)
             if lock is None:
                 return
             try:
-                daemon = Daemon(settings, clock=time.monotonic, wall=time.time)
-                daemon.start(lock, run_dir)
+                daemon = _started(settings, lock, run_dir, watch)
                 try:
+                    _insist(problem)
                     if once:
                         daemon.once()
                     else:
                         _serve(daemon, hints, signals, service, read_again)
-                except SpooldError as error:
+                except Exception as error:
                     daemon.failed(error)
                     raise
                 finally:
@@ -84,15 +88,29 @@ def run(
             finally:
                 lock.release()
                 hints.close()
-    except SpooldError as error:
-        service.status(str(error))
+    except Exception as error:
+        service.status(reason_of(error, since=time.time()).words)
         raise
 
 
-def _check_source(settings: Settings) -> None:
+def _started(settings: Settings, lock: fs.Lock, run_dir: RunDir, watch: Watch | None) -> Daemon:
+    """Return a daemon that knows its run directory; where it cannot start, status says why."""
+    try:
+        daemon = Daemon(settings, clock=time.monotonic, wall=time.time)
+        daemon.start(lock, run_dir)
+        daemon.looking.watch = watch
+    except SpooldError as error:
+        now = time.time()
+        statusfile.mark_failed(run_dir, reason_of(error, since=now), at=now)
+        raise
+    return daemon
+
+
+def _check_source(settings: Settings) -> SourceSchemaError | None:
     """Raise what is wrong with the source for good, before anything is made on disk.
 
-    One that is not there yet is fine: it is waited for.
+    One that is not there yet is fine: it is waited for. A wrong one is returned where the run
+    directory is in use: the daemon starts, and leaves it in its last report.
     """
     run_dir = RunDir(os.path.abspath(settings.run_dir))
     tied = setup.read_source(run_dir)
@@ -109,9 +127,14 @@ def _check_source(settings: Settings) -> None:
         source.open()
         setup.check_job(run_dir, source.job)
     except SourceUnavailable:
-        return
+        return None
+    except SourceSchemaError as error:
+        if tied is None:
+            raise
+        return error
     finally:
         source.close()
+    return None
 
 
 def _lock(run_dir: RunDir, hints: Hints, signals: _Signals) -> fs.Lock | None:
@@ -121,9 +144,15 @@ def _lock(run_dir: RunDir, hints: Hints, signals: _Signals) -> fs.Lock | None:
         if signals.stopping:
             return None
         if time.monotonic() >= give_up:
+            setup.leave_visit(run_dir)
             raise setup.locked_by(run_dir)
         hints.wait(LOCK_PAUSE_SECONDS)
     return lock
+
+
+def _insist(problem: SourceSchemaError | None) -> None:
+    if problem is not None:
+        raise problem
 
 
 def _serve(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Final
 
 from spoold.errors import (
     ConfigError,
+    LockLost,
     SourceReplaced,
     SourceSchemaError,
     SourceUnavailable,
@@ -16,10 +18,10 @@ from spoold.errors import (
     SpoolLocked,
     SpoolWriteError,
 )
-from spoold.reasons import SEVERE
+from spoold.reasons import Urgency, urgency
 from spoold.spool.statusfile import Reason
 
-__all__ = ["Conditions", "code_of"]
+__all__ = ["Conditions", "code_of", "reason_of", "words_of"]
 
 log = logging.getLogger("spoold.daemon")
 
@@ -28,15 +30,45 @@ _CODES: Final = (
     (SourceUnavailable, "source-unavailable"),
     (SourceSchemaError, "source-schema"),
     (SourceReplaced, "source-replaced"),
-    (SpoolLocked, "lock-lost"),
+    (LockLost, "lock-lost"),
+    (SpoolLocked, "second-daemon"),
     (SpoolWriteError, "write-failed"),
     (ConfigError, "settings"),
 )
 
 
+_WRITE_CODES: Final = {
+    errno.ENOSPC: "disk-space",
+    errno.EDQUOT: "disk-space",
+    errno.EROFS: "read-only",
+}
+_LEVELS: Final = {
+    Urgency.ATTENTION: (logging.WARNING, logging.WARNING),
+    Urgency.NOTICE: (logging.INFO, logging.WARNING),
+    Urgency.WAIT: (logging.DEBUG, logging.INFO),
+}
+
+
 def code_of(error: SpooldError) -> str:
-    """Return the code of the reason that an error is when it ends the daemon."""
+    """Return the code of the reason that an error is."""
+    if isinstance(error, SpoolWriteError) and error.errno in _WRITE_CODES:
+        return _WRITE_CODES[error.errno]
     return next((code for kind, code in _CODES if isinstance(error, kind)), "bug")
+
+
+def words_of(error: Exception) -> tuple[str, str, str]:
+    """Return code, detail and remedy of the reason that an error is; a bug's remedy is "".
+
+    Any error that nobody expected is a bug.
+    """
+    if isinstance(error, SpooldError):
+        return code_of(error), error.message, error.hint
+    return "bug", f"{type(error).__name__}: {error}", ""
+
+
+def reason_of(error: Exception, *, since: float) -> Reason:
+    """Return the reason that an error is."""
+    return Reason.of(*words_of(error), since=since)
 
 
 @dataclass(slots=True)
@@ -49,8 +81,9 @@ class _Condition:
 class Conditions:
     """The reasons that hold now, each with when it began. `changes` counts beginnings and ends.
 
-    A severe one is logged as a warning when it begins, again after one minute, two, four, …, and
-    when it ends. The others are only shown by status.
+    Each is logged when it begins, again after one minute, two, four, …, and when it ends: as a
+    warning where a person should come, as information where one should know, for debugging where
+    a healthy run waits. What lasts for a minute is one level more important than at first.
     """
 
     def __init__(self, wall: Callable[[], float]) -> None:
@@ -76,7 +109,7 @@ class Conditions:
         if now >= held.remind_at:
             elapsed = now - held.began
             held.remind_at = now + max(FIRST_REMINDER_SECONDS, elapsed)
-            level = logging.WARNING if code in SEVERE else logging.DEBUG
+            level = _level(code, elapsed)
             said = {"what": reason.text, "remedy": reason.remedy}
             fields = {"reason": code, **said, "for": round(elapsed)}
             log.log(level, "waiting", extra={"fields": fields})
@@ -87,8 +120,9 @@ class Conditions:
             held = self._holding.pop(code, None)
             if held is not None:
                 self.changes += 1
-                level = logging.INFO if code in SEVERE else logging.DEBUG
-                fields = {"reason": code, "for": round(now - held.began)}
+                elapsed = now - held.began
+                fields = {"reason": code, "for": round(elapsed)}
+                level = min(_level(code, elapsed), logging.INFO)
                 log.log(level, "waiting over", extra={"fields": fields})
 
     def holds(self, codes: Iterable[str]) -> bool:
@@ -96,6 +130,11 @@ class Conditions:
         return any(code in self._holding for code in codes)
 
     def reasons(self) -> tuple[Reason, ...]:
-        """Return what holds now, severe reasons first, then by age."""
+        """Return what holds now, the most urgent first, then by age."""
         held = (condition.reason for condition in self._holding.values())
-        return tuple(sorted(held, key=lambda r: (r.code not in SEVERE, r.since)))
+        return tuple(sorted(held, key=Reason.order))
+
+
+def _level(code: str, elapsed: float) -> int:
+    at_first, later = _LEVELS[urgency(code)]
+    return at_first if elapsed < FIRST_REMINDER_SECONDS else later

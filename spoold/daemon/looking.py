@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
 from pyroaring import BitMap64
 
@@ -20,9 +20,12 @@ from spoold.sources import Source, open_source
 from spoold.spool import setup
 from spoold.spool.inventory import Inventory
 
-__all__ = ["Looking"]
+__all__ = ["Looking", "Watch"]
 
 log = logging.getLogger("spoold.daemon")
+
+Watch: TypeAlias = Callable[[int, int], None]
+"""Hears how many environments of how many the first look has come to; as many as there are: all."""
 
 # A hint may come before the commit that it tells of is visible, and a look that finds one commit
 # may have used up the hint of the next: look again, until nothing new was seen for so long.
@@ -47,6 +50,7 @@ class Looking:
     ) -> None:
         self._waiting_groups = waiting_groups
         self._wall = wall
+        self.watch: Watch | None = None
         self.settings = settings
         self.run = run
         self.source = self._new_source()
@@ -192,7 +196,10 @@ class Looking:
         """Yield everything: a whole reconcile, then a look."""
         self.open(inventory, now)
         if self._reconcile is not None:
-            yield from self._reconcile
+            for look in self._reconcile:
+                self._note_progress(look, now)
+                yield look
+            self._note_progress(None, now)
             self._reconcile = None
         yield self.source.look(inventory.skip)
 
@@ -221,7 +228,11 @@ class Looking:
         if look is None:
             self.looked_through = True
             self._conditions.end("first-look", now=now)
+            if self.watch is not None:
+                self.watch(1, 1)
         elif not self.looked_through and look.highest and look.reached < look.highest:
+            if self.watch is not None:
+                self.watch(look.reached, look.highest)
             detail = f"{look.reached:,} of {look.highest:,} environments"
             self._conditions.begin("first-look", detail, now=now)
 

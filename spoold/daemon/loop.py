@@ -17,10 +17,11 @@ from pyroaring import BitMap64
 from spoold import fs
 from spoold.config import Settings
 from spoold.daemon.collecting import BAD_ROWS
-from spoold.daemon.conditions import Conditions, code_of
+from spoold.daemon.conditions import Conditions, words_of
 from spoold.daemon.delivery import Delivery
 from spoold.daemon.looking import Looking
-from spoold.daemon.notices import ClockWatch, note_spool
+from spoold.daemon.notices import ClockWatch, TurnedAway, note_spool
+from spoold.daemon.outage import Outage
 from spoold.daemon.report import Report
 from spoold.daemon.requeue import Requeue
 from spoold.daemon.retention import Retention
@@ -28,14 +29,13 @@ from spoold.daemon.waiting import unknown_groups
 from spoold.errors import (
     SourceReplaced,
     SourceUnavailable,
-    SpooldError,
     SpoolHeld,
     SpoolLocked,
     SpoolWriteError,
 )
 from spoold.layout import RunDir
 from spoold.model import Look, Note, OnReplaced
-from spoold.policy import Backoff, GroupPlan, Overdue, Plan, pressure
+from spoold.policy import GroupPlan, Overdue, Plan, pressure
 from spoold.spool import setup
 from spoold.spool.inventory import MISSING_ROW, Inventory
 from spoold.spool.notes import newest_note
@@ -48,8 +48,10 @@ __all__ = ["Daemon"]
 log = logging.getLogger("spoold.daemon")
 
 UNSETTLED_SECONDS: Final = 0.06
-GO_ON: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
-HOLD_CODES: Final = ("unreadable", "bad-rows", "backpressure", "disk-space", "write-failed")
+HOLD_CODES: Final = (
+    *("unreadable", "bad-rows", "backpressure"),
+    *("disk-space", "read-only", "write-failed"),
+)
 
 
 class Daemon:
@@ -64,13 +66,13 @@ class Daemon:
         self.conditions = Conditions(wall)
         self._refresh_at = 0.0
         self._moved: set[str] | None = None
-        self._write_backoff = Backoff(first=0.25, longest=10.0)
-        self._batches_at_failure = -1
+        self._outage = Outage(self.conditions)
         self._overdue = Overdue(seconds=settings.missing_row_seconds)
         self._told_late = BitMap64()
         self.report = Report(settings, self.conditions, wall)
         self._is_unknown = False
         self._clock_watch = ClockWatch(wall=wall(), now=clock())
+        self._turned_away = TurnedAway()
         self._end_state = "stopped"
 
     # --- from start to stop ----------------------------------------------------------------------
@@ -145,10 +147,10 @@ class Daemon:
     def _new_inventory(self, run: RunDir) -> Inventory:
         return Inventory(run, relist_seconds=self.settings.rescan_seconds)
 
-    def failed(self, error: SpooldError) -> None:
+    def failed(self, error: Exception) -> None:
         """Take in what ends the daemon: `stop` leaves it in the last report, for status."""
         self._end_state = "failed"
-        self.conditions.begin(code_of(error), error.message, error.hint, now=self.clock())
+        self.conditions.begin(*words_of(error), now=self.clock())
 
     def hear(self, problem: tuple[str, str] | None) -> None:
         """Take in why there are no hints (what, remedy), or that there are."""
@@ -207,13 +209,15 @@ class Daemon:
         self._clock_watch.look(self.conditions, wall=self.wall(), now=now)
         try:
             self._step(now)
-            if now >= self._write_backoff.until and self._can_write():
-                self._write_backoff.succeeded()
-                self.conditions.end("write-failed", now=now)
+            if now >= self._outage.until and self._can_write():
+                self._outage.over(now)
         except SpoolWriteError as error:
             self._write_failed(error, now)
         state = "held" if self._is_held() else "delivering" if len(self.plan) else "waiting"
         self.report.tell(state, self.looking, self.delivery, now)
+        if (read_only := self.report.new_read_only()) is not None:
+            # Nothing could be delivered: a daemon that has nothing to deliver says so, too.
+            self._write_failed(read_only, now)
         return self._pause(self.clock())
 
     def _step(self, now: float) -> None:
@@ -221,7 +225,7 @@ class Daemon:
             self._refresh(now)
         if self.inventory.undelivered:
             self.plan.reopen()
-        if now < self._write_backoff.until:
+        if now < self._outage.until:
             return
         if not self._may_read(now):
             self.delivery.rest(self.looking.source.job, now)
@@ -233,28 +237,22 @@ class Daemon:
 
     def _can_write(self) -> bool:
         """Whether what failed has worked since, or there is nothing left to write."""
-        if self.delivery.in_flight:
+        if self.delivery.in_flight or self.report.is_read_only:
             return False
-        return not len(self.plan) or self.delivery.counts.batches > self._batches_at_failure
+        return not len(self.plan) or self._outage.has_worked(self.delivery.counts.batches)
 
     def _write_failed(self, error: SpoolWriteError, now: float) -> None:
         if error.state_unknown:
             self._is_unknown = True
             raise error
-        self._batches_at_failure = self.delivery.counts.batches
-        pause = self._write_backoff.failed(now)
-        remedy = error.hint
-        if error.errno in GO_ON:
-            remedy = f"{remedy}; spoold goes on by itself"
-        self.conditions.begin("write-failed", error.message, remedy, now=now)
-        log.debug("write failed", extra={"fields": {"error": str(error), "pause": pause}})
+        self._outage.failed(error, batches=self.delivery.counts.batches, now=now)
 
     def _pause(self, now: float) -> float:
         dues = [self._refresh_at, self.report.due_at()]
         if self._is_unsettled():
             dues.append(now + UNSETTLED_SECONDS)
-        if now < self._write_backoff.until:
-            dues.append(self._write_backoff.until)
+        if now < self._outage.until:
+            dues.append(self._outage.until)
         elif self.delivery.in_flight:
             dues.append(now)
         elif not self._is_held():
@@ -293,6 +291,7 @@ class Daemon:
         notes = self.inventory.missing_row_notes
         self.delivery.drop_missing_row_notes([one for one in notes if one in self.inventory.skip])
         self._retention.tend(self.inventory)
+        self._turned_away.look(self.conditions, self.run, now)
         note_spool(self.conditions, self.inventory, self._requeue.gone, now)
 
     def _may_read(self, now: float) -> bool:
@@ -316,11 +315,14 @@ class Daemon:
             min_free_bytes=settings.min_free_bytes,
         )
         if over is None:
-            self.conditions.end("backpressure", "disk-space", now=now)
+            self.conditions.end("backpressure", now=now)
+            if not self._outage.holds("disk-space"):
+                self.conditions.end("disk-space", now=now)
             return True
         if over.code == "min_free_bytes":
             text = f"{over.value} bytes are free on {self.run.root}, fewer than {over.mark}"
             self.conditions.begin("disk-space", text, now=now)
+            self._outage.hand_over("disk-space")
         else:
             text = f"{over.value} in pending/ reach {over.code} = {over.mark}"
             self.conditions.begin("backpressure", text, now=now)

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import Final
 
 from spoold.daemon.conditions import Conditions
-from spoold.layout import CORRUPT, DUPLICATE, Place, State, batch_id_of
+from spoold.layout import CORRUPT, DUPLICATE, Place, RunDir, State, batch_id_of
+from spoold.spool import setup
 from spoold.spool.inventory import Inventory
 from spoold.spool.overview import MANY_NOTES, shown
 
-__all__ = ["ClockWatch", "note_spool"]
+__all__ = ["ClockWatch", "TurnedAway", "note_spool"]
 
 STALE_IN_A_ROW: Final = 3
 JUMP_SECONDS: Final = 5.0
-JUMP_SHOWN_SECONDS: Final = 600.0
+SHOWN_SECONDS: Final = 600.0
 
 
 def note_spool(
@@ -63,8 +64,25 @@ class ClockWatch:
         jump = wall - now - self._offset
         if abs(jump) >= JUMP_SECONDS:
             self._offset += jump
-            self._end_at = now + JUMP_SHOWN_SECONDS
+            self._end_at = now + SHOWN_SECONDS
             detail = f"{'forward' if jump > 0 else 'back'} by {abs(jump):.0f} s"
             conditions.begin("clock-jump", detail, now=now)
         elif now >= self._end_at:
             conditions.end("clock-jump", now=now)
+
+
+class TurnedAway:
+    """Notes that another daemon was started on this run directory, and found this one here."""
+
+    def __init__(self) -> None:
+        self._seen: setup.Visit | None = None
+        self._end_at = 0.0
+
+    def look(self, conditions: Conditions, run: RunDir, now: float) -> None:
+        """Begin the reason when one was turned away; end it some minutes after the last one."""
+        visit = setup.last_visit(run)
+        if visit is not None and visit != self._seen:
+            self._seen, self._end_at = visit, now + SHOWN_SECONDS
+            conditions.begin("second-daemon", f"{visit.who} was turned away", now=now)
+        elif now >= self._end_at:
+            conditions.end("second-daemon", now=now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from spoold.daemon.measuring import measure
 from spoold.daemon.waiting import Waiting, note_waiting, waiting_groups
 from spoold.errors import SpoolWriteError
 from spoold.metrics import Textfile
+from spoold.reasons import REASONS, Urgency, urgency
 from spoold.spool import statusfile
 
 __all__ = ["Report"]
@@ -31,14 +33,19 @@ class Report:
     """Writes status.json when something in it changed, at most once a second.
 
     When nothing changes it is written twice a minute, so that silence means something. `sentence`
-    says the same in one line: the first reason of status, where there is one. Metrics, where they
-    are on, are written every few seconds.
+    says the same in one line, for the service manager: the first reason of status in full, then the
+    sentences of the others. Metrics, where they are on, are written every few seconds, and with the
+    report when something begins or ends that a person should know. `is_read_only`: the last report
+    met a read-only file system.
     """
 
     def __init__(
         self, settings: Settings, conditions: Conditions, wall: Callable[[], float]
     ) -> None:
         self.sentence = "starting"
+        self.is_read_only = False
+        self._read_only: SpoolWriteError | None = None
+        self._gauged: frozenset[str] = frozenset()
         self._conditions = conditions
         self._wall = wall
         self._started = wall()
@@ -83,12 +90,14 @@ class Report:
         self._told = facts
         if self._is_old and now >= self._write_at:
             self.write(state, looking, delivery, now)
-        elif self._metrics is not None and now >= self._metrics.due_at:
-            status = self._status(state, looking, delivery, now)
-            self._metrics.write(measure(status, looking, delivery), now)
+        elif self._is_metrics_due(now):
+            self._measure(self._status(state, looking, delivery, now), looking, delivery, now)
 
     def write(self, state: str, looking: Looking, delivery: Delivery, now: float) -> None:
-        """Write a report. One that cannot be written is left out: the next one tells more."""
+        """Write a report. One that cannot be written is left out: the next one tells more.
+
+        While the file system is read-only that is tried again every second.
+        """
         self._is_old = False
         self._write_at = now + STATUS_SECONDS
         self._heartbeat_at = now + HEARTBEAT_SECONDS
@@ -97,10 +106,36 @@ class Report:
         try:
             statusfile.write(delivery.run, status)
         except (SpoolWriteError, OSError) as error:
+            if isinstance(error, SpoolWriteError) and error.errno == errno.EROFS:
+                self._read_only = error
+                self.is_read_only = self._is_old = True
             log.debug("status not written", extra={"fields": {"error": str(error)}})
-        has_ended = state in ("stopped", "failed")
-        if self._metrics is not None and (has_ended or now >= self._metrics.due_at):
-            self._metrics.write(measure(status, looking, delivery), now)
+        else:
+            self.is_read_only = False
+        urgent = frozenset(r.code for r in status.reasons if urgency(r.code) < Urgency.WAIT)
+        is_news = state in ("stopped", "failed") or urgent != self._gauged
+        self._gauged = urgent
+        if is_news or self._is_metrics_due(now):
+            self._measure(status, looking, delivery, now)
+
+    def new_read_only(self) -> SpoolWriteError | None:
+        """Return the error where a report met a read-only file system since the last call."""
+        error, self._read_only = self._read_only, None
+        return error
+
+    def _is_metrics_due(self, now: float) -> bool:
+        return self._metrics is not None and now >= self._metrics.due_at
+
+    def _measure(
+        self, status: statusfile.Status, looking: Looking, delivery: Delivery, now: float
+    ) -> None:
+        if self._metrics is None:
+            return
+        error = self._metrics.write(measure(status, looking, delivery), now)
+        if error is not None:
+            self._conditions.begin("metrics-unwritten", error.message, error.hint, now=now)
+        else:
+            self._conditions.end("metrics-unwritten", now=now)
 
     def _status(
         self, state: str, looking: Looking, delivery: Delivery, now: float
@@ -157,7 +192,9 @@ def _textfile(settings: Settings) -> Textfile | None:
 
 
 def _sentence(status: statusfile.Status) -> str:
-    if status.reasons:
-        first = status.reasons[0]
-        return f"{first.text}; {first.remedy}" if first.remedy else first.text
-    return f"{status.state}; {status.delivered} environments delivered"
+    if not status.reasons:
+        return f"{status.state}; {status.delivered} environments delivered"
+    first, *others = status.reasons
+    if not others:
+        return first.words
+    return f"{first.words}; also: {'; '.join(REASONS[each.code].sentence for each in others)}"

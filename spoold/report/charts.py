@@ -158,7 +158,10 @@ def _path(points: Sequence[Point]) -> str:
 
 
 def _moment(at: float, spread: float) -> str:
-    day = time.gmtime(at)
+    try:
+        day = time.gmtime(at)
+    except (ValueError, OverflowError):
+        return "?"  # a file whose time somebody set
     return time.strftime("%b %d %H:%M" if spread >= 86400 else "%b %d %H:%M:%S", day)
 
 

@@ -19,6 +19,7 @@ from spoold.spool.overview import Count
 __all__ = ["page"]
 
 BINS: Final = 48
+MOST_BARS: Final = 24
 
 _STYLE: Final = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --soft: #667080; --grid: #dfe3e8;
@@ -54,7 +55,7 @@ svg text { fill: var(--soft); font-size: 11px; } svg .name { fill: var(--ink); }
 
 def page(gathered: Gathered) -> str:
     """Return the whole page. It loads nothing and runs nothing, and says so to the browser."""
-    root = _text(gathered.health.overview.run.root)
+    root = _text(os.path.abspath(gathered.health.overview.run.root))
     name = os.path.basename(root) or root
     charts = "".join(figure(chart) for chart in _charts(gathered))
     return (
@@ -90,7 +91,16 @@ def _head(gathered: Gathered) -> str:
         unread = f'<p class="bad">{gathered.unread:,} batch files could not be read.</p>'
     return (
         f"<p>{at}{job}, {daemon}, spoold {__version__}. Times are UTC.</p>"
-        f"<ul>{reasons}</ul>{_table(gathered)}{unread}"
+        f"<ul>{reasons}</ul>{_table(gathered)}{_some_read(gathered)}{unread}"
+    )
+
+
+def _some_read(gathered: Gathered) -> str:
+    if gathered.read_every == 1:
+        return ""
+    return (
+        f"<p>Of so many batches one in {gathered.read_every:,} was opened: rewards, groups and ages"
+        " from completion are of those. All else is of all batches.</p>"
     )
 
 
@@ -139,8 +149,18 @@ def _charts(gathered: Gathered) -> Iterable[Lines | Bars]:
         title="Rejected, by reason",
         explains="Environments set aside with a note, and refused batches.",
         kinds=["notes", "batches"],
-        bars=list(gathered.rejects.items()),
+        bars=_most(gathered.rejects),
     )
+
+
+def _most(rejects: dict[str, tuple[int, int]]) -> list[tuple[str, tuple[int, int]]]:
+    """Return the reasons by name, and what is left of very many as one bar."""
+    if len(rejects) <= MOST_BARS:
+        return list(rejects.items())
+    by_count = sorted(rejects.items(), key=lambda item: -sum(item[1]))
+    shown, rest = by_count[: MOST_BARS - 1], by_count[MOST_BARS - 1 :]
+    notes, batches = (sum(counts[kind] for _, counts in rest) for kind in (0, 1))
+    return [*sorted(shown), (f"{len(rest):,} other reasons", (notes, batches))]
 
 
 def _published(batch: BatchFacts) -> float:
@@ -288,14 +308,18 @@ def _weights(batches: list[BatchFacts]) -> Lines:
 
 
 def _groups(groups: Counter[str]) -> Bars:
-    sizes = Counter(groups.values())
+    sizes = sorted(Counter(groups.values()).items())
+    bars = [
+        (f"{size} sample{'' if size == 1 else 's'}", (count,)) for size, count in sizes[:MOST_BARS]
+    ]
+    if rest := sizes[MOST_BARS:]:
+        bars[-1:] = [
+            (f"{sizes[MOST_BARS - 1][0]} or more", (bars[-1][1][0] + sum(n for _, n in rest),))
+        ]
     return Bars(
         id="groups",
         title="Groups",
         explains="How many delivered groups have how many samples.",
         kinds=["groups"],
-        bars=[
-            (f"{size} sample{'' if size == 1 else 's'}", (count,))
-            for size, count in sorted(sizes.items())
-        ][:24],
+        bars=bars,
     )

@@ -196,7 +196,7 @@ class SqliteSource:
         """Return the error to raise: a rollout database may be in a migration, or being copied."""
         if self._schema is None:
             return error
-        return SourceUnavailable(error.message, hint=error.hint)
+        return SourceUnavailable(error.message, hint=f"waits out a migration; else {error.hint}")
 
     def _pick_job(self, connection: sqlite3.Connection, schema: Schema, *, keep: bool) -> str:
         wanted = self.job if keep and self.job else self._wanted_job

@@ -6,6 +6,7 @@ Works with the daemon dead: then it says so, and what the daemon last said is on
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -94,14 +95,18 @@ def take(run: RunDir, *, now: float) -> Health:
     running = fs.lock_is_held(run.lock)
     said, problem = statusfile.read(run)
     consumers = tuple(view.consumers())
-    free_bytes, is_read_only = _disk(run)
-    reasons = [*_about_disk(run, free_bytes, is_read_only, now)]
-    reasons += _about_files(view, problem, now)
+    reasons = _about_files(view, problem, now)
     if running:
         reasons += _about_running(said, now, known=reasons)
     else:
         reasons += _about_gone(view, running, said, now)
         reasons += _about_dead(consumers, now)
+    free_bytes = None
+    # RACE: the run directory may be gone by now; then it was unreadable above.
+    with suppress(SpoolWriteError, FileNotFoundError):
+        free_bytes = fs.free_bytes(run.root)
+        known = {reason.code for reason in reasons}
+        reasons += [each for each in _about_disk(run, free_bytes, now) if each.code not in known]
     return Health(
         overview=view,
         running=running is True,
@@ -109,28 +114,20 @@ def take(run: RunDir, *, now: float) -> Health:
         said=said,
         said_problem=problem,
         consumers=consumers,
-        reasons=tuple(sorted(reasons, key=lambda reason: reason.code not in SEVERE)),
+        reasons=tuple(sorted(reasons, key=Reason.order)),
         since={state: view.oldest_since(state) for state in (State.PENDING, State.INFLIGHT)},
         free_bytes=free_bytes,
     )
 
 
-def _disk(run: RunDir) -> tuple[int | None, bool]:
-    """Return the free bytes and whether the file system is mounted read-only."""
-    try:
-        return fs.free_bytes(run.root), fs.is_read_only(run.root)
-    except (SpoolWriteError, FileNotFoundError):
-        return None, False
-
-
-def _about_disk(
-    run: RunDir, free_bytes: int | None, is_read_only: bool, now: float
-) -> list[Reason]:
-    """Return what keeps the daemon from saying anything itself: its report cannot be written."""
-    if is_read_only:
+def _about_disk(run: RunDir, free_bytes: int, now: float) -> list[Reason]:
+    """Return what may keep the daemon from saying so itself: its report cannot be written."""
+    if fs.is_read_only(run.root):
         return [Reason.of("read-only", run.root, since=now)]
-    if free_bytes is not None and free_bytes < LITTLE_BYTES:
+    if free_bytes < LITTLE_BYTES:
         return [Reason.of("disk-space", f"{free_bytes} bytes are free on {run.root}", since=now)]
+    if fs.is_out_of_inodes(run.root):
+        return [Reason.of("disk-space", f"no inode is free on {run.root}", since=now)]
     return []
 
 

@@ -11,14 +11,23 @@ import json
 import logging
 import os
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 from spoold import fs
-from spoold.errors import ConfigError, SpoolError, SpoolLocked, SpoolWriteError
+from spoold.errors import ConfigError, LockLost, SpoolError, SpoolLocked, SpoolWriteError
 from spoold.layout import WHOLE, RunDir, State
 from spoold.spool.shelves import PROBE_PREFIX
 
-__all__ = ["check_shard", "clean_tmp", "lock_run", "make_run", "tie"]
+__all__ = [
+    "Visit",
+    "check_shard",
+    "clean_tmp",
+    "last_visit",
+    "leave_visit",
+    "lock_run",
+    "make_run",
+    "tie",
+]
 
 log = logging.getLogger("spoold.spool")
 
@@ -86,9 +95,34 @@ def locked_by(run: RunDir) -> SpoolLocked:
     )
 
 
-def lock_lost(path: str) -> SpoolLocked:
+class Visit(NamedTuple):
+    """A daemon that was turned away: who it was, in words, and when, in nanoseconds."""
+
+    who: str
+    at_ns: int
+
+
+def leave_visit(run: RunDir) -> None:
+    """Leave word for the daemon that runs here that this one was turned away, if that can be."""
+    who = {"pid": os.getpid(), "host": os.uname().nodename}
+    try:
+        fs.put(run.visit_json, json.dumps(who).encode(), tmp_dir=run.tmp, durable=False)
+    except (SpoolWriteError, OSError) as error:
+        log.debug("no word left", extra={"fields": {"error": str(error)}})
+
+
+def last_visit(run: RunDir) -> Visit | None:
+    """Return which daemon was turned away last since this one started."""
+    try:
+        at_ns = os.stat(run.visit_json).st_mtime_ns
+    except OSError:
+        return None
+    return Visit(fs.holder_of(run.visit_json) or "a process", at_ns)
+
+
+def lock_lost(path: str) -> LockLost:
     """Return the error for a daemon whose lock file was removed or replaced while it held it."""
-    return SpoolLocked(
+    return LockLost(
         f"the lock file {path} was removed or replaced while it was held",
         hint="another daemon may have this run directory; this one stops",
     )

@@ -25,6 +25,7 @@ __all__ = ["Pass", "Shelf", "Shelves"]
 # A folder whose mtime is this young at its listing may change again without showing it: the
 # kernel's clock for mtimes ticks every few milliseconds.
 RACY_NS: Final = 100_000_000
+REJECTED: Final = Place(State.REJECTED)
 PROBE_PREFIX: Final = ".probe-"
 # From so many names on, a pass goes by hints where there are any.
 MANY_NAMES: Final = 10_000
@@ -110,7 +111,7 @@ class Shelves:
 
     def notes(self) -> list[NoteName]:
         """Return the notes in rejected/."""
-        shelf = self.by_place.get(Place(State.REJECTED))
+        shelf = self.by_place.get(REJECTED)
         names = map(NoteName.parse, shelf.names) if shelf else ()
         return [name for name in names if name is not None]
 
@@ -286,7 +287,7 @@ class Shelves:
                 strange.append(name)
             elif place.counts:
                 this.appeared.setdefault(batch_id, []).append((place, name))
-        if place == Place(State.REJECTED) and new:
+        if place == REJECTED and new:
             this.notes_changed = True
         self._take_out(shelf, gone, this)
         shelf.names |= new
@@ -300,7 +301,7 @@ class Shelves:
         shelf.unknown = unknown
 
     def _take_out(self, shelf: Shelf, names: set[str], this: Pass) -> None:
-        if shelf.place == Place(State.REJECTED) and names:
+        if shelf.place == REJECTED and names:
             this.notes_changed = True
         if shelf.place.state is State.ACKED:
             self._settled -= names
@@ -314,7 +315,7 @@ class Shelves:
             return True
         if place.state is State.INFLIGHT and place.folder:
             return name == LOCK_NAME
-        return place == Place(State.REJECTED) and NoteName.parse(name) is not None
+        return place == REJECTED and NoteName.parse(name) is not None
 
 
 def _by_folder(paths: Iterable[str]) -> dict[str, set[str]]:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, is_dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from types import UnionType
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from spoold import fs
 from spoold.errors import SpoolWriteError
 from spoold.layout import WHOLE, RunDir
-from spoold.reasons import REASONS, say
+from spoold.reasons import REASONS, say, urgency
 
 __all__ = [
     "FORMAT",
@@ -28,6 +29,7 @@ __all__ = [
     "SourceState",
     "Status",
     "WaitingGroup",
+    "mark_failed",
     "read",
     "write",
 ]
@@ -49,6 +51,15 @@ class Reason:
         """Return a reason in the words of `spoold.reasons`."""
         remedy = remedy or REASONS[code].remedy
         return cls(code=code, since=since, text=say(code, detail), remedy=remedy)
+
+    @property
+    def words(self) -> str:
+        """What it says, and the remedy."""
+        return f"{self.text}; {self.remedy}" if self.remedy else self.text
+
+    def order(self) -> tuple[int, float]:
+        """Return what to sort by: the most urgent first, then the oldest."""
+        return urgency(self.code), self.since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +197,17 @@ def _value(hint: Any, value: Any) -> Any:
 def write(run: RunDir, status: Status) -> None:
     """Replace status.json; whoever reads sees the old report or the new one. Not durable."""
     fs.put(run.status_json, status.to_json(), tmp_dir=run.tmp, durable=False)
+
+
+def mark_failed(run: RunDir, reason: Reason, *, at: float) -> None:
+    """Let the last report tell why a daemon could not even start. Only who holds the lock may.
+
+    Where no report is, or none can be written, nothing is told.
+    """
+    said, _ = read(run)
+    if said is not None:
+        with suppress(SpoolWriteError, OSError):
+            write(run, replace(said, state="failed", reasons=(reason,), updated=at))
 
 
 def read(run: RunDir) -> tuple[Status | None, str]:

@@ -69,7 +69,7 @@ def test_09_a_full_tmpfs_shows_nothing_partial_says_why_and_is_left_by_itself(
     acts.complete_more(tmp_path, 6)
     ballast = fill(small)
     it.go()
-    assert "no space left" in severe(it)["write-failed"]
+    assert "no space left" in severe(it)["disk-space"]
     it.go(2.0)
     said = spoold(capsys, "status", small, "--check")
     assert said.code == 75
@@ -108,7 +108,7 @@ def test_a_read_only_remount_is_said_and_left_by_itself(disk: Path, tmp_path: Pa
     it.daemon.lock = _Held()  # type: ignore[assignment]
     it.daemon.delivery.lock = _Held()  # type: ignore[assignment]
     it.go()
-    assert "read-only" in severe(it)["write-failed"]
+    assert "read-only" in severe(it)["read-only"]
     assert verdict.at_rest(tmp_path, before).places == before.places
     mount("-o", "remount,rw", disk)
     it.go(20.0)
