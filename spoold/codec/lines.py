@@ -16,12 +16,15 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
 
 from spoold.codec.rows import weight_version
 from spoold.model import Note, NullReward, Sample, StepRow
+
+if TYPE_CHECKING:
+    from mmap import mmap
 
 __all__ = ["are_sound", "encode"]
 
@@ -107,10 +110,12 @@ def _number(row: StepRow, column: str, value: object) -> float:
     raise _Unusable("bad-reward", f"{column} is not a finite number", row, value)
 
 
-def are_sound(lines: bytes | memoryview, places: Iterable[tuple[int, int]]) -> bool:
-    """Whether at each of these places in `lines` lie messages that a trainer can read."""
+def are_sound(lines: bytes | mmap, places: Iterable[tuple[int, int]]) -> bool:
+    """Whether at each of these places in `lines` lie messages as `encode` writes them."""
     view = memoryview(lines)
     for start, end in places:
+        if lines.find(b"\n", start, end) >= 0 or lines.find(b"\r", start, end) >= 0:
+            return False
         try:
             messages = orjson.loads(view[start:end])
         except orjson.JSONDecodeError:
@@ -235,10 +240,11 @@ def _messages(row: StepRow, max_sample_bytes: int, trusted: bool) -> tuple[bytes
         raise _too_big(row, len(raw), max_sample_bytes)
     # Between the brackets of so many bytes lies something. Where that is no list of objects it is
     # none with a turn appended either: the text before the last bracket is all of one list, or not.
+    # Line breaks are found later, too.
     trusted = trusted and len(raw) > _FEW_BYTES and raw[0] == 0x5B and raw[-1] == 0x5D
     is_empty = not trusted and not _parsed(row, raw)
     # In valid JSON a raw line break is white space: strings must escape theirs.
-    if b"\n" in raw or b"\r" in raw:
+    if not trusted and (b"\n" in raw or b"\r" in raw):
         raw = raw.translate(None, b"\r\n")
     turn = _assistant_turn(row)
     if not turn:

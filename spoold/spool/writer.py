@@ -156,9 +156,8 @@ def main(root: str, lock: str, shared: str, bell: str) -> None:
         memory.seek(end)
         order = json.loads(memory.readline())
         began = time.monotonic()
-        lines = memoryview(memory)[:end]
-        if codec.are_sound(lines, order["places"]):
-            answer = _publish(run, held, order["name"], lines)
+        if codec.are_sound(memory, order["places"]):
+            answer = _publish(run, held, order["name"], memoryview(memory)[:end])
         else:
             answer = {"unsound": True}
         _say({**answer, "seconds": time.monotonic() - began})
