@@ -18,7 +18,6 @@ import difflib
 import enum
 import json
 import os
-import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from pydantic.fields import FieldInfo
 from spoold.errors import ConfigError
 from spoold.model import NullReward, OnReplaced, PartialGroups, ReadyWhen, Samples
 from spoold.policy import WHOLE, Shard
+from spoold.urls import masked, refused_as_option
 
 __all__ = [
     "NEEDS_RESTART",
@@ -315,6 +315,8 @@ def problems(given: Mapping[str, Given]) -> list[ConfigError]:
     # pydantic would take true for 1
     odd = [name for name, one in known.items() if isinstance(one.value, bool | list | dict)]
     found += [_impossible(name, known.pop(name)) for name in odd]
+    if (db := known.get("db")) is not None and db.origin.startswith("by "):
+        found += refused_as_option(str(db.value))
     try:
         Settings.model_validate({name: one.value for name, one in known.items()})
     except ValidationError as error:
@@ -429,16 +431,8 @@ def _as_toml(value: object) -> str:
         return str(int(value)) if value.is_integer() else repr(value)
     if isinstance(value, int):
         return str(value)
-    text = str(value.value) if isinstance(value, enum.Enum) else _masked(str(value))
+    text = str(value.value) if isinstance(value, enum.Enum) else masked(str(value))
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _masked(url: str) -> str:
-    """Hide what a URL keeps secret: its password, before the host or as an option."""
-    url = re.sub(r"(://[^/?#@:]*:)[^?#]*@", r"\1***@", url)
-    return re.sub(
-        r"([?&][^=&]*(?:pass|secret|token|key)[^=&]*=)[^&#]*", r"\1***", url, flags=re.IGNORECASE
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 __all__ = [
     "AckWhen",
+    "Advice",
     "Candidate",
     "Look",
     "Note",
@@ -79,6 +80,14 @@ class Candidate(NamedTuple):
 
     id: int
     group: str
+
+
+class Advice(NamedTuple):
+    """What a person could do about the database: a code of `spoold.reasons`, of what, how."""
+
+    code: str
+    detail: str
+    remedy: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

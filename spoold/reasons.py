@@ -135,6 +135,14 @@ REASONS: Final[dict[str, Kind]] = {
         "raise fs.inotify.max_user_watches and max_user_instances",
         _NOTICE,
     ),
+    "open-transaction": Kind(
+        "a transaction in the database has been open for long: what it wrote cannot be seen yet",
+        "end it if it was forgotten",
+        _NOTICE,
+    ),
+    "missing-index": Kind(
+        "the database lacks an index that would help", "make it: spoold creates nothing", _NOTICE
+    ),
     "clock-jump": Kind(
         "the system clock was set",
         "nothing to do here: batches go by number, and waits by a clock that nobody sets; ages "

@@ -65,8 +65,11 @@ def test_what_show_prints_is_a_settings_file_that_means_the_same(
         ("rollouts.db", "rollouts.db"),
     ],
 )
-def test_show_masks_passwords_in_urls(capsys: Capsys, url: str, shown: str) -> None:
-    ran = spoold(capsys, "config", "show", "--db", url, "--run-dir", "run")
+def test_show_masks_passwords_in_urls(
+    capsys: Capsys, url: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPOOLD_DB", url)
+    ran = spoold(capsys, "config", "show", "--run-dir", "run")
     assert "geheim" not in ran.out
     assert ran.out.startswith(f'db = "{shown}" ')
 

@@ -237,3 +237,27 @@ def test_the_watchdog_waits_as_long_as_its_variables_say(
     environ: dict[str, str], seconds: float
 ) -> None:
     assert config.watchdog_seconds(environ) == seconds
+
+
+@pytest.mark.parametrize(
+    "url", ["postgresql://me:secret@host/db", "postgresql://me@host/db?sslmode=on&password=secret"]
+)
+def test_a_password_is_refused_where_ps_shows_it_and_taken_from_elsewhere(url: str) -> None:
+    with pytest.raises(ConfigError, match="seen by everybody") as caught:
+        config.load(None, {**REQUIRED, "db": url}, {})
+    assert "secret" not in str(caught.value)
+    given = config.load(None, {"run_dir": "run"}, {"SPOOLD_DB": url})
+    assert given.db == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me@host:5433/db?passfile=/etc/pass&sslkey=/etc/key",
+        "postgresql://a:1,b:2/db",
+        "postgresql://?service=train",
+        "odd:name@x.db",
+    ],
+)
+def test_a_url_without_a_password_may_be_an_option(url: str) -> None:
+    assert config.load(None, {**REQUIRED, "db": url}, {}).db == url

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HEAVY = ["sqlite3", "watchdog", "pydantic", "pydantic_settings", "filelock", "pyroaring"]
 HEAVY += ["prometheus_client", "click", "orjson", "logging", "asyncio", "starlette", "uvicorn"]
+HEAVY += ["psycopg"]
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -507,6 +507,10 @@ SENTENCES = {
     "unknown-files": "files that spoold does not know are left alone",
     "many-notes": "unusually many environments were set aside",
     "hints-off": "the kernel gives no hints of changes: they are found by timed looks",
+    "open-transaction": (
+        "a transaction in the database has been open for long: what it wrote cannot be seen yet"
+    ),
+    "missing-index": "the database lacks an index that would help",
     "clock-jump": "the system clock was set",
     "second-daemon": "a second daemon was started on this run directory",
     "metrics-unwritten": "the numbers for Prometheus cannot be written",

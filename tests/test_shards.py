@@ -21,14 +21,16 @@ from spoold.errors import ConfigError
 from spoold.model import ReadyWhen, Samples
 from spoold.policy import shards
 from spoold.policy.shards import WHOLE, Shard, number_of
-from spoold.sources import open_source
+from spoold.sources import Source, open_source
 from spoold.sources.share import ASKED_ANEW, Share
 from spoold.sources.sqlite import SqliteSource
 from spoold.spool import setup
 from tests.support.batches import tree
 from tests.support.commands import spoold, spoold_process
 from tests.support.daemons import Running, environments, mv, running, start
+from tests.support.postgres import STYLES, postgres_rollouts
 from tests.support.rollouts import JOB, Rollouts, make_rollouts
+from tests.support.servers import postgres_server
 
 NOTHING = BitMap64()
 README = Path(__file__).parent.parent / "README.md"
@@ -140,8 +142,13 @@ def test_config_show_writes_the_shard_as_a_file_says_it(
 
 
 def opened(path: Path, shard: Shard, gate: ReadyWhen = ReadyWhen.FINISHED) -> SqliteSource:
-    source = open_source(str(path), job=JOB, ready_when=gate, samples=Samples.TERMINAL, shard=shard)
+    source = opened_at(str(path), shard, gate)
     assert isinstance(source, SqliteSource)
+    return source
+
+
+def opened_at(url: str, shard: Shard, gate: ReadyWhen = ReadyWhen.FINISHED) -> Source:
+    source = open_source(url, job=JOB, ready_when=gate, samples=Samples.TERMINAL, shard=shard)
     source.open()
     return source
 
@@ -177,21 +184,54 @@ def test_what_n_shards_find_is_what_one_source_finds_of_everything(
     with tempfile.TemporaryDirectory() as folder, patch("spoold.sources.sqlite._FEW", few):
         path = Path(folder, "rollout.db")
         rollouts = make_rollouts(path)
-        rollouts.register(group="first")
-        every = [
-            opened(path, WHOLE, gate),
-            *(opened(path, Shard(i, count), gate) for i in range(count)),
-        ]
-        registered = _act(rollouts, before)
-        found = [_say(source, by_look=True) for source in every]
-        _same(found, registered)
-        registered |= _act(rollouts, after)
-        for by_look in (True, False, False):
-            found = [_say(source, by_look=by_look) for source in every]
-            _same(found, registered)
-        for source in every:
-            source.close()
+        _compare(rollouts, str(path), before, after, count, gate)
         rollouts.close()
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_what_n_shards_find_in_postgresql_is_what_one_source_finds_of_everything(
+    style: str,
+) -> None:
+    server = postgres_server()
+
+    @settings(max_examples=15, deadline=None)
+    @given(
+        before=st.lists(FACTS, max_size=12),
+        after=st.lists(FACTS, max_size=12),
+        count=st.integers(1, 4),
+        gate=st.sampled_from([ReadyWhen.FINISHED, ReadyWhen.TERMINAL]),
+    )
+    def check(
+        before: list[dict[str, Any]], after: list[dict[str, Any]], count: int, gate: ReadyWhen
+    ) -> None:
+        with postgres_rollouts(server, style=style) as rollouts:
+            _compare(rollouts, rollouts.url, before, after, count, gate)
+
+    check()
+
+
+def _compare(
+    rollouts: Rollouts,
+    url: str,
+    before: list[dict[str, Any]],
+    after: list[dict[str, Any]],
+    count: int,
+    gate: ReadyWhen,
+) -> None:
+    rollouts.register(group="first")
+    every = [
+        opened_at(url, WHOLE, gate),
+        *(opened_at(url, Shard(i, count), gate) for i in range(count)),
+    ]
+    registered = _act(rollouts, before)
+    found = [_say(source, by_look=True) for source in every]
+    _same(found, registered)
+    registered |= _act(rollouts, after)
+    for by_look in (True, False, False):
+        found = [_say(source, by_look=by_look) for source in every]
+        _same(found, registered)
+    for source in every:
+        source.close()
 
 
 def _act(rollouts: Rollouts, environments: list[dict[str, Any]]) -> dict[int, str]:

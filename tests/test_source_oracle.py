@@ -8,6 +8,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from pyroaring import BitMap64
 from spoold.codec import encode, parse_samples
 from spoold.model import Note, NullReward, ReadyWhen, Sample, Samples
 from spoold.sources import Source, open_source
+from tests.support.postgres import STYLES, PostgresRollouts, postgres_rollouts
 from tests.support.rollouts import GENERATIONS, JOB, Rollouts, make_rollouts
+from tests.support.servers import postgres_server
 
 SHARED = Path(os.environ.get("SPOOLD_SHARED", Path(__file__).parents[2] / "shared"))
 JOBS = [
@@ -87,6 +90,48 @@ def test_every_deliverable_environment_of_a_real_database_comes_out_as_the_oracl
         assert extra["step_pk"] == facts["terminal_pk"]
         assert extra["group_id"] == (facts["group_id"] or "")
     source.close()
+
+
+GENERATION_OF = {"safactory-main": "first", "safactory-v2": "second", "safactory-newest": "newest"}
+
+
+def copied(database: Path, rollouts: PostgresRollouts) -> None:
+    """Copy all rows of a SQLite database, as a migration to PostgreSQL does."""
+    db = sqlite3.connect(database)
+    for table in ("job_environments", "session_steps"):
+        names = [row[1] for row in db.execute(f"PRAGMA table_info({table})")]
+        marks = ", ".join("?" * len(names))
+        for row in db.execute(f"SELECT {', '.join(names)} FROM {table}"):
+            rollouts.db.execute(f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})", row)
+    db.close()
+
+
+@pytest.mark.parametrize(("name", "job"), JOBS)
+def test_a_real_database_gives_the_same_lines_in_postgresql(
+    tmp_path: Path, name: str, job: str
+) -> None:
+    database = SHARED / "data" / f"{name}.db"
+    if not database.exists():
+        pytest.skip(f"{database} is not there: the databases lie beside the project, not in it")
+    shutil.copy(database, tmp_path / "rollouts.db")
+    gate = ReadyWhen(json.loads((SHARED / "data" / f"{name}.expected.json").read_bytes())["gate"])
+    with postgres_rollouts(postgres_server(), GENERATION_OF[name]) as rollouts:
+        copied(tmp_path / "rollouts.db", rollouts)
+        lines = []
+        for url in (str(tmp_path / "rollouts.db"), rollouts.url):
+            source = open_source(url, job=job, ready_when=gate, samples=Samples.STEPS)
+            source.open()
+            skip = BitMap64()
+            ids = [c.id for look in source.reconcile(skip) for c in look.candidates]
+            found = [
+                encode(rows, null_reward=NullReward.FALLBACK, max_sample_bytes=1 << 30)
+                for _, rows in source.read(ids)
+                if rows
+            ]
+            lines.append(found)
+            source.close()
+    assert lines[0]
+    assert lines[0] == lines[1]
 
 
 # ---- random databases -------------------------------------------------------------------------
@@ -164,17 +209,28 @@ ORDER BY e.id, s.id
 """
 
 
-def oracle(path: Path, *, needs_finished: bool, all_steps: bool) -> list[dict[str, Any]]:
-    """Every sample, by reading everything into memory and filtering it."""
+Facts = Mapping[str, Any]
+
+
+def everything(path: Path) -> list[dict[str, Any]]:
     db = sqlite3.connect(path)
     db.row_factory = sqlite3.Row
-    sessions: dict[int, list[sqlite3.Row]] = {}
-    for row in db.execute(EVERYTHING):
+    # Of columns with one name the last counts, as in every mapping.
+    rows = [dict(zip(row.keys(), row, strict=True)) for row in db.execute(EVERYTHING)]
+    db.close()
+    return rows
+
+
+def oracle(
+    everything: Sequence[Facts], *, needs_finished: bool, all_steps: bool
+) -> list[dict[str, Any]]:
+    """Every sample, by filtering all that there is."""
+    sessions: dict[int, list[Facts]] = {}
+    for row in everything:
         own = row["job"] == JOB and row["step_job"] in (JOB, "", None)
         ready = not row["is_deleted"] and (row["finished"] or not needs_finished)
         if own and ready and is_turn(row):
             sessions.setdefault(row["environment"], []).append(row)
-    db.close()
     answer = []
     for rows in sessions.values():
         completed = [row for row in rows if row["is_session_completed"]]
@@ -189,15 +245,15 @@ def oracle(path: Path, *, needs_finished: bool, all_steps: bool) -> list[dict[st
     return answer
 
 
-def meta_of(row: sqlite3.Row) -> dict[str, Any]:
-    text = row["meta_json"] if "meta_json" in row.keys() else row["env_state"]  # noqa: SIM118
+def meta_of(row: Facts) -> dict[str, Any]:
+    text = row["meta_json"] if "meta_json" in row else row["env_state"]
     try:
         return json.loads(text or "{}")  # type: ignore[no-any-return]
     except ValueError:
         return {}
 
 
-def as_sample(row: sqlite3.Row, chosen: sqlite3.Row) -> dict[str, Any]:
+def as_sample(row: Facts, chosen: Facts) -> dict[str, Any]:
     version = str(meta_of(row).get("weight_version"))
     reward = chosen["step_reward"] if chosen["reward"] is None else chosen["reward"]
     return {
@@ -236,7 +292,7 @@ def turn_of(response: str) -> list[dict[str, Any]]:
     return [found["choices"][0]["message"] if "choices" in found else found]
 
 
-def is_turn(row: sqlite3.Row) -> bool:
+def is_turn(row: Facts) -> bool:
     meta = meta_of(row)
     event = meta.get("event_type")
     if event in ("gateway_session_close", "episode_summary", "evaluation_summary"):
@@ -248,15 +304,48 @@ def is_turn(row: sqlite3.Row) -> bool:
     return not (json.loads(row["messages"]) == [] and row["response"] == "")
 
 
+DATABASE = {
+    "environments": st.lists(ENVIRONMENT, max_size=8),
+    "order": st.lists(st.integers(0, 9), max_size=5),
+    "gate": st.sampled_from([ReadyWhen.FINISHED, ReadyWhen.TERMINAL]),
+    "samples": st.sampled_from(Samples),
+    "by_looks": st.booleans(),
+    "indexes": st.booleans(),
+}
+
+
+def found_in(
+    source: Source,
+    rollouts: Rollouts,
+    environments: list[dict[str, Any]],
+    order: list[int],
+    *,
+    by_looks: bool,
+) -> list[dict[str, Any]]:
+    """Every sample of a database that is filled while a source is open."""
+    skip = BitMap64()
+    source.open()
+    if by_looks:
+        assert not [c for look in source.reconcile(skip) for c in look.candidates]
+        source.look(skip)
+    fill(rollouts, environments, order)
+    looks = [source.look(skip)] if by_looks else list(source.reconcile(skip))
+    ids = [candidate.id for look in looks for candidate in look.candidates]
+    assert ids == sorted(set(ids))
+    found = []
+    for _, rows in source.read(ids):
+        if rows:
+            encoded = encode(rows, null_reward=NullReward.FALLBACK, max_sample_bytes=1 << 30)
+            assert isinstance(encoded, list)
+            found += parse_samples(b"".join(sample.line for sample in encoded))
+    source.close()
+    return found
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     generation=st.sampled_from(GENERATIONS),
-    environments=st.lists(ENVIRONMENT, max_size=8),
-    order=st.lists(st.integers(0, 9), max_size=5),
-    gate=st.sampled_from([ReadyWhen.FINISHED, ReadyWhen.TERMINAL]),
-    samples=st.sampled_from(Samples),
-    by_looks=st.booleans(),
-    indexes=st.booleans(),
+    **DATABASE,
 )
 def test_random_databases_give_what_a_naive_oracle_gives(
     generation: str,
@@ -272,25 +361,67 @@ def test_random_databases_give_what_a_naive_oracle_gives(
         rollouts = make_rollouts(path, generation, indexes=indexes)
         rollouts.register(group="first")
         source = open_source(str(path), job=JOB, ready_when=gate, samples=samples)
-        skip = BitMap64()
-        source.open()
-        if by_looks:
-            assert not [c for look in source.reconcile(skip) for c in look.candidates]
-            source.look(skip)
-        fill(rollouts, environments, order)
-        looks = [source.look(skip)] if by_looks else list(source.reconcile(skip))
-        ids = [candidate.id for look in looks for candidate in look.candidates]
-        assert ids == sorted(set(ids))
-        found = []
-        for _, rows in source.read(ids):
-            if rows:
-                encoded = encode(rows, null_reward=NullReward.FALLBACK, max_sample_bytes=1 << 30)
-                assert isinstance(encoded, list)
-                found += parse_samples(b"".join(sample.line for sample in encoded))
+        found = found_in(source, rollouts, environments, order, by_looks=by_looks)
         assert found == oracle(
-            path,
+            everything(path),
             needs_finished=gate is ReadyWhen.FINISHED,
             all_steps=samples is Samples.STEPS,
         )
-        source.close()
         rollouts.close()
+
+
+# In PostgreSQL, the JSON of a typed column reads as the text that it is.
+AS_TEXT = """
+SELECT e.finished::int AS finished, e.is_deleted::int AS is_deleted, e.env_id::text AS env_id,
+    {messages} AS messages, {response} AS response, {meta} AS {meta_column},
+    s.step_reward, s.reward, s.is_terminal::int AS is_terminal, s.is_truncated::int AS is_truncated,
+    s.is_session_completed::int AS is_session_completed, s.session_id::text AS session_id,
+    s.step_id, s.llm_model, s.id AS pk, s.job_id AS step_job,
+    e.id AS environment, e.job_id AS job, e.group_id AS own_group
+FROM job_environments AS e JOIN session_steps AS s ON s.session_id = e.env_id
+ORDER BY e.id, s.id
+"""
+
+
+def everything_in(rollouts: PostgresRollouts) -> list[dict[str, Any]]:
+    def text(column: str) -> str:
+        kept = f"s.{column}::jsonb"
+        return f"coalesce({kept} #>> '{{}}', '')" if rollouts.style == "typed" else f"s.{column}"
+
+    query = AS_TEXT.format(
+        messages=text("messages"),
+        response=text("response"),
+        meta=text(rollouts.meta_column),
+        meta_column=rollouts.meta_column,
+    )
+    cursor = rollouts.db.execute(query)
+    names = [column.name for column in cursor.description]
+    return [dict(zip(names, row, strict=True)) for row in cursor]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_random_databases_in_postgresql_give_what_a_naive_oracle_gives(style: str) -> None:
+    server = postgres_server()
+
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(generation=st.sampled_from(GENERATIONS), **DATABASE)
+    def check(
+        generation: str,
+        environments: list[dict[str, Any]],
+        order: list[int],
+        gate: ReadyWhen,
+        samples: Samples,
+        by_looks: bool,
+        indexes: bool,
+    ) -> None:
+        with postgres_rollouts(server, generation, style, indexes=indexes) as rollouts:
+            rollouts.register(group="first")
+            source = open_source(rollouts.url, job=JOB, ready_when=gate, samples=samples)
+            found = found_in(source, rollouts, environments, order, by_looks=by_looks)
+            assert found == oracle(
+                everything_in(rollouts),
+                needs_finished=gate is ReadyWhen.FINISHED,
+                all_steps=samples is Samples.STEPS,
+            )
+
+    check()

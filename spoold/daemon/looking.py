@@ -27,9 +27,7 @@ log = logging.getLogger("spoold.daemon")
 Watch: TypeAlias = Callable[[int, int], None]
 """Hears how many environments of how many the first look has come to; as many as there are: all."""
 
-# A hint may come before the commit that it tells of is visible, and a look that finds one commit
-# may have used up the hint of the next: look again, until nothing new was seen for so long.
-PEEK_SECONDS: Final = (0.001, 0.006, 0.036, 0.2)
+ADVICE: Final = ("open-transaction", "missing-index")
 
 
 class Looking:
@@ -105,7 +103,7 @@ class Looking:
     def hint(self) -> None:
         """Take in a hint that the source changed."""
         self._look_at = 0.0
-        self._peeks = iter(PEEK_SECONDS)
+        self._peeks = iter(self.source.peek_seconds)
 
     def due_at(self) -> float:
         """Return when there is something to do; 0 while a reconcile is under way."""
@@ -213,7 +211,8 @@ class Looking:
             self._verify(inventory.latest(), inventory)
             if inventory.undelivered:
                 return
-            self._peeks = iter(PEEK_SECONDS)
+            self._peeks = iter(self.source.peek_seconds)
+            self._pass_on_advice(now)
             if look.went_back:
                 log.warning("source went back", extra={"fields": {"url": self.source.url}})
                 self._verify(inventory.remembered(), inventory)
@@ -222,6 +221,13 @@ class Looking:
             yield look
         self.last_look = self._wall()
         self._look_at = now + next(self._peeks, self.settings.scan_seconds)
+
+    def _pass_on_advice(self, now: float) -> None:
+        """Say what the source would have a person do, and no more what it no longer says."""
+        advice = {one.code: one for one in reversed(self.source.advice())}
+        self._conditions.end(*(code for code in ADVICE if code not in advice), now=now)
+        for code, one in advice.items():
+            self._conditions.begin(code, one.detail, one.remedy, now=now)
 
     def _note_progress(self, look: Look | None, now: float) -> None:
         """Say how far the first reconcile has come; the others nobody waits for."""

@@ -6,15 +6,22 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from spoold.errors import ConfigError
-from spoold.model import Candidate, Look, ReadyWhen, Samples, StepRow
+from spoold.model import Advice, Candidate, Look, ReadyWhen, Samples, StepRow
 from spoold.policy import WHOLE, Shard
 
 if TYPE_CHECKING:
     from pyroaring import BitMap64
 
+    from spoold.sources.postgres import PostgresSource
+
 __all__ = ["Source", "open_source"]
 
-_UNDERSTOOD: Final = "a path, sqlite:////absolute.db, sqlite:///relative.db or sqlite://relative.db"
+_UNDERSTOOD: Final = (
+    "a path, sqlite:////absolute.db, sqlite:///relative.db, sqlite://relative.db"
+    " or postgresql://user@host/database"
+)
+# The spellings of SQLAlchemy, of Tortoise and of libpq.
+_SERVERS: Final = frozenset({"postgresql", "postgres", "asyncpg", "psycopg"})
 
 
 class Source(Protocol):
@@ -48,6 +55,16 @@ class Source(Protocol):
     def missing(self) -> BitMap64:
         """The finished environments that have no usable row, as far as was looked and read."""
 
+    @property
+    def peek_seconds(self) -> Sequence[float]:
+        """After which pauses to look again once a look found a change; then at the scan."""
+
+    def advice(self) -> tuple[Advice, ...]:
+        """Return what a person could do about the database, of each kind the most urgent first.
+
+        As of the last look; costs nothing.
+        """
+
     def watched(self) -> Mapping[str, frozenset[str]]:
         """Return the folders, and the names in each, whose changes are hints to look."""
 
@@ -63,7 +80,10 @@ class Source(Protocol):
         """Disconnect; what was found stays known."""
 
     def changed(self) -> bool:
-        """Whether there may be anything to see since the last complete look. Nearly free."""
+        """Whether there may be anything to see since the last complete look. Nearly free.
+
+        Of a server: one round trip.
+        """
 
     def moved(self) -> bool:
         """Whether the database is another file than the one that is open: close and open then."""
@@ -120,6 +140,8 @@ def open_source(
 ) -> Source:
     """Return the source that a URL names, not yet open. Raises ConfigError for any other URL.
 
+    `postgresql://…` is a server: `spoold.sources.postgres_url` says what it may be.
+
     `job`: the one to read; None for the only one that is there, or of several for `known_job`.
 
     A path is taken as it is. After `sqlite://` there are two habits: `sqlite:///x.db` is relative
@@ -127,6 +149,16 @@ def open_source(
     `sqlite:////x.db` is absolute and `sqlite://x.db` relative for both. Options after `?` are
     ignored.
     """
+    scheme, colon, _ = url.partition("://")
+    if colon and scheme.partition("+")[0] in _SERVERS:
+        return _postgres(url)(
+            url,
+            job=job,
+            ready_when=ready_when,
+            samples=samples,
+            known_job=known_job,
+            shard=shard,
+        )
     from spoold.sources.sqlite import SqliteSource
 
     return SqliteSource(
@@ -137,6 +169,19 @@ def open_source(
         known_job=known_job,
         shard=shard,
     )
+
+
+def _postgres(url: str) -> type[PostgresSource]:
+    try:
+        from spoold.sources.postgres import PostgresSource
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "spoold":
+            raise
+        raise ConfigError(
+            f"{_shown(url)} needs psycopg 3, which is not installed here ({error})",
+            hint="pip install 'spoold[postgres]'",
+        ) from error
+    return PostgresSource
 
 
 def _readings(url: str) -> tuple[str, ...]:
@@ -159,7 +204,12 @@ def _readings(url: str) -> tuple[str, ...]:
 
 
 def _not_understood(url: str) -> ConfigError:
+    return ConfigError(
+        f"no rollout database can be found by {_shown(url)}", hint=f"give {_UNDERSTOOD}"
+    )
+
+
+def _shown(url: str) -> str:
     scheme, colon, _ = url.partition("://")
     # A URL of a server may hold a password.
-    shown = f"{scheme}://…" if colon and scheme != "sqlite" else repr(url)
-    return ConfigError(f"no rollout database can be found by {shown}", hint=f"give {_UNDERSTOOD}")
+    return f"{scheme}://…" if colon and scheme != "sqlite" else repr(url)

@@ -26,9 +26,10 @@ from typing import Any, Final
 
 from pyroaring import BitMap64
 
-from spoold.errors import SourceError, SourceReplaced, SourceSchemaError, SourceUnavailable
-from spoold.model import Candidate, Look, ReadyWhen, Samples, StepRow
+from spoold.errors import SourceError, SourceSchemaError, SourceUnavailable
+from spoold.model import Advice, Candidate, Look, ReadyWhen, Samples, StepRow
 from spoold.policy import WHOLE, Shard
+from spoold.sources.identity import verified
 from spoold.sources.jobs import pick_job
 from spoold.sources.share import Share
 from spoold.sources.sqlite_facts import Heights, heights_of, jobs_of
@@ -99,6 +100,14 @@ class SqliteSource:
     def missing(self) -> BitMap64:
         """The finished environments that have no usable row, as far as was looked and read."""
         return self._watched.missing
+
+    # A hint may come before the commit that it tells of is visible, and a look that finds one may
+    # have used up the hint of the next: look again, until nothing new was seen for so long.
+    peek_seconds: Sequence[float] = (0.001, 0.006, 0.036, 0.2)
+
+    def advice(self) -> tuple[Advice, ...]:
+        """Return nothing: the indexes that are needed are part of the tables."""
+        return ()
 
     def watched(self) -> Mapping[str, frozenset[str]]:
         """Return the folders, and the names in each, whose changes are hints."""
@@ -472,21 +481,12 @@ class SqliteSource:
                 )
             found: dict[int, bytes] = {}
             found.update(connection.execute(schema.env_ids, {"ids": str(sorted(remembered))}))
-        if schema.has_sequence and heights.environments_given < highest:
-            raise SourceReplaced(
-                f"{self._path} has given ids up to {heights.environments_given}, and environment "
-                f"{highest} was delivered from here",
-                hint="on_replaced says what becomes of the old spool",
-            )
-        for environment, env_id in found.items():
-            if env_id.decode("utf-8", "replace") != remembered[environment]:
-                raise SourceReplaced(
-                    f"{self._path}: environment {environment} is another one than the one that was "
-                    "delivered from here",
-                    hint="on_replaced says what becomes of the old spool",
-                )
+        given = heights.environments_given if schema.has_sequence else None
+        gone = verified(
+            self._path, remembered=remembered, found=found, highest=highest, given=given
+        )
         self._verified = stamp
-        return BitMap64(remembered.keys() - found.keys())
+        return gone
 
     def is_verified(self) -> bool:
         """Whether nothing was committed since the last `verify`."""

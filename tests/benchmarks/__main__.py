@@ -17,6 +17,7 @@ from tests.benchmarks import (
     gateway,
     hops,
     plot,
+    postgres,
     registered,
 )
 from tests.benchmarks.table import Figure, Line, table
@@ -29,6 +30,7 @@ PIECES = {
     "consumer": consumer,
     "hops": hops,
     "gateway": gateway,
+    "postgres": postgres,
 }
 OUT = Path(__file__).parent / "out"
 

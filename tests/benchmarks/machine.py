@@ -35,14 +35,14 @@ class Ran:
     peak_mb: float
 
 
-def _start(db: Path, run: Path, *options: str, **settings: object) -> subprocess.Popen[bytes]:
+def _start(db: Path | str, run: Path, *options: str, **settings: object) -> subprocess.Popen[bytes]:
     chosen = SETTINGS | {name: str(value) for name, value in settings.items()}
     environ = ENVIRON | {f"SPOOLD_{name.upper()}": value for name, value in chosen.items()}
     command = [sys.executable, "-m", "spoold", "run", "--db", str(db), "--run-dir", str(run)]
     return subprocess.Popen([*command, *options], env=environ, stdin=subprocess.DEVNULL)
 
 
-def once(db: Path, run: Path, **settings: object) -> Ran:
+def once(db: Path | str, run: Path, **settings: object) -> Ran:
     """Run `spoold run --once` to its end; the run directory is not there yet."""
     process = _start(db, run, "--once", **settings)
     while not (run / "pending").is_dir() and process.poll() is None:
@@ -101,7 +101,7 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(db: Path, run: Path, **settings: object) -> Iterator[Serving]:
+def serving(db: Path | str, run: Path, **settings: object) -> Iterator[Serving]:
     """Run a daemon until the end of the `with`."""
     began = time.perf_counter()
     process = _start(db, run, **settings)

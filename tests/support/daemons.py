@@ -91,12 +91,14 @@ def start(
         "min_free_bytes": "0",
         "linger_seconds": "0",
     } | {name: str(value) for name, value in settings.items()}
+    db = chosen.pop("db")
     clock = clock or Clock()
     run = setup.make_run(chosen["run_dir"])
     lock = setup.lock_run(run)
     assert lock is not None, "an earlier daemon still runs"
     daemon = Daemon(
-        load(None, chosen, {}),
+        # Not as an option: there a password would be refused.
+        load(None, chosen, {"SPOOLD_DB": db}),
         clock=clock,
         wall=wall or (lambda: 1_796_000_000.0 + clock.now),
     )

@@ -148,6 +148,12 @@ class Rollouts:
             raise
         self.db.execute("COMMIT")
 
+    def _text(self, value: Any) -> Any:
+        return json.dumps(value) if isinstance(value, list | dict) else value
+
+    def _flag(self, value: Any) -> Any:
+        return value
+
     def register(
         self,
         count: int = 1,
@@ -162,10 +168,10 @@ class Rollouts:
         for _ in range(count):
             cursor = self.db.execute(
                 "INSERT INTO job_environments (job_id, env_id, env_name, env_params, group_id)"
-                " VALUES (?, ?, ?, '{}', ?)",
+                " VALUES (?, ?, ?, '{}', ?) RETURNING id",
                 (job or self.job, env_id or str(uuid.uuid4()), name, group),
             )
-            ids.append(int(cursor.lastrowid or 0))
+            ids.append(int(cursor.fetchone()[0]))
         return ids
 
     def env_id(self, environment: int) -> str:
@@ -207,24 +213,24 @@ class Rollouts:
             "llm_model": model,
             "group_id": group,
             "job_id": own_job if job is _UNSET else job,
-            "messages": _as_text(MESSAGES if messages is _UNSET else messages),
-            "response": _as_text(response),
+            "messages": self._text(MESSAGES if messages is _UNSET else messages),
+            "response": self._text(response),
             "step_reward": step_reward,
             "reward": reward,
-            self.meta_column: _as_text({"weight_version": 3} if meta is _UNSET else meta),
-            "is_terminal": int(terminal),
-            "is_truncated": int(truncated),
-            "is_session_completed": int(completed),
+            self.meta_column: self._text({"weight_version": 3} if meta is _UNSET else meta),
+            "is_terminal": self._flag(int(terminal)),
+            "is_truncated": self._flag(int(truncated)),
+            "is_session_completed": self._flag(int(completed)),
             "created_at": created_at,
         }
         if self.generation == "newest":
             values["record_id"] = str(uuid.uuid4())
         marks = ", ".join("?" * len(values))
         cursor = self.db.execute(
-            f"INSERT INTO session_steps ({', '.join(values)}) VALUES ({marks})",
+            f"INSERT INTO session_steps ({', '.join(values)}) VALUES ({marks}) RETURNING id",
             tuple(values.values()),
         )
-        return int(cursor.lastrowid or 0)
+        return int(cursor.fetchone()[0])
 
     def end(self, environment: int, *, reward: float | None = 1.0, **facts: Any) -> int:
         """Add a terminal row that completes the session; facts as for `step`."""
@@ -235,7 +241,7 @@ class Rollouts:
         """Set finished."""
         for environment in environments:
             query = "UPDATE job_environments SET finished = ? WHERE id = ?"
-            self.db.execute(query, (finished, environment))
+            self.db.execute(query, (self._flag(finished), environment))
 
     def complete(self, environment: int, *, reward: float | None = 1.0, **facts: Any) -> int:
         """Add the terminal row and set finished; returns the row's id."""
@@ -254,6 +260,10 @@ class Rollouts:
         changes = ", ".join(f"{column} = ?" for column in columns)
         query = f"UPDATE session_steps SET {changes} WHERE id = ?"
         self.db.execute(query, (*columns.values(), pk))
+
+    def restart_ids(self, table: str, *, after: int) -> None:
+        """Let the next id of a table be the one after this one."""
+        self.db.execute("UPDATE sqlite_sequence SET seq = ? WHERE name = ?", (after, table))
 
     def rebuild_steps(self, generation: str) -> None:
         """Migrate session_steps to another generation in place, ids kept."""
@@ -274,7 +284,3 @@ class Rollouts:
             )
             self.db.execute("DROP TABLE old_steps")
         self.generation = generation
-
-
-def _as_text(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, list | dict) else value
