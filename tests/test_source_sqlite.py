@@ -195,6 +195,56 @@ def test_other_urls_are_refused_without_showing_a_password(url: str) -> None:
 # ---- looks --------------------------------------------------------------------------------------
 
 
+def test_only_a_commit_counts_as_committed_and_any_touch_as_changed(
+    rollouts: Rollouts, path: Path
+) -> None:
+    rollouts.register()
+    source = opened(path)
+    assert source.committed()
+    source.look(NOTHING)
+    os.utime(f"{path}-wal", (1, 1))
+    assert (source.committed(), source.changed()) == (False, True)
+    source.look(NOTHING)
+    assert (source.committed(), source.changed()) == (False, False)
+    rollouts.register()
+    assert (source.committed(), source.changed()) == (True, True)
+
+
+def test_a_look_is_one_transaction_however_much_it_finds(rollouts: Rollouts, path: Path) -> None:
+    ids = rollouts.register(300)
+    source = opened(path)
+    reconciled(source)
+    with rollouts.together():
+        for environment in ids[:200]:
+            rollouts.step(environment)
+        for environment in ids[200:]:
+            rollouts.complete(environment)
+    statements: list[str] = []
+    assert source._database is not None
+    assert source._database._connection is not None
+    source._database._connection.set_trace_callback(statements.append)
+    assert len(source.look(NOTHING).candidates) == 100
+    assert statements.count("BEGIN") == 1
+
+
+@pytest.mark.parametrize("gate", [ReadyWhen.FINISHED, ReadyWhen.TERMINAL])
+def test_more_than_one_transaction_may_read_is_read_in_several(
+    rollouts: Rollouts, path: Path, gate: ReadyWhen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = rollouts.register(30)
+    source = opened(path, ready_when=gate)
+    reconciled(source)
+    with rollouts.together():
+        for environment in ids[:5]:
+            rollouts.step(environment)
+        for environment in ids[5:]:
+            rollouts.complete(environment)
+    monkeypatch.setattr("spoold.sources.sqlite_news.SLICE", 4)
+    assert ids_of(source.look(NOTHING)) == ids[5:]
+    assert source.look(NOTHING) == Look()
+    assert source.running == 5
+
+
 # ---- rows ---------------------------------------------------------------------------------------
 
 

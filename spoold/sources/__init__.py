@@ -85,6 +85,12 @@ class Source(Protocol):
         Of a server: one round trip.
         """
 
+    def committed(self) -> bool:
+        """Whether a commit became visible since the last complete look. Cheaper, never raises.
+
+        True where that cannot be told. What came by other means than a commit shows in `changed`.
+        """
+
     def moved(self) -> bool:
         """Whether the database is another file than the one that is open: close and open then."""
 

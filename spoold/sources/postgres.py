@@ -228,6 +228,13 @@ class PostgresSource:
         """Whether there may be anything to see since the last complete look. One round trip."""
         return self._seen is None or self._watched.has_untold or self._read_stamp() != self._seen
 
+    def committed(self) -> bool:
+        """Whether there may be anything to see since the last look. One round trip."""
+        try:
+            return self.changed()
+        except SourceUnavailable:
+            return True  # the look that follows says why
+
     def moved(self) -> bool:
         """Whether it is another database: what `look` and `open` find out by themselves."""
         return False
