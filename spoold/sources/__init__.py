@@ -56,8 +56,16 @@ class Source(Protocol):
         """The finished environments that have no usable row, as far as was looked and read."""
 
     @property
+    def hinted_seconds(self) -> Sequence[float]:
+        """After which pauses to see whether the commit that a hint told of is visible."""
+
+    @property
     def peek_seconds(self) -> Sequence[float]:
-        """After which pauses to look again once a look found a change; then at the scan."""
+        """After which pauses to see whether there is more once a look found a change."""
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether commits become visible one by one, and a hint of each comes before it does."""
 
     def advice(self) -> tuple[Advice, ...]:
         """Return what a person could do about the database, of each kind the most urgent first.

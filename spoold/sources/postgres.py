@@ -93,6 +93,9 @@ class PostgresSource:
         """The finished environments that have no usable row, as far as was looked and read."""
         return self._watched.missing
 
+    hinted_seconds: Sequence[float] = ()
+    one_at_a_time = False
+
     @property
     def peek_seconds(self) -> Sequence[float]:
         """After which pauses to look again: soon while rows come in, at the scan otherwise."""

@@ -102,9 +102,15 @@ class SqliteSource:
         """The finished environments that have no usable row, as far as was looked and read."""
         return self._watched.missing
 
-    # A hint may come before the commit that it tells of is visible, and a look that finds one may
-    # have used up the hint of the next: look again, until nothing new was seen for so long.
-    peek_seconds: Sequence[float] = (0.001, 0.006, 0.036, 0.2)
+    # A hint may come before its commit is visible, by as long as the writer syncs: this is after
+    # 0.5, 1, 2, 3, 5, 8, 13, 23, 43, 83, 163 and 263 ms.
+    hinted_seconds: Sequence[float] = (
+        *(0.0005, 0.0005, 0.001, 0.001, 0.002, 0.003, 0.005),
+        *(0.01, 0.02, 0.04, 0.08, 0.1),
+    )
+    # A look that finds one commit may have used up the hint of the next. That is rare.
+    peek_seconds: Sequence[float] = (0.002, 0.02, 0.2)
+    one_at_a_time = True
 
     def advice(self) -> tuple[Advice, ...]:
         """Return nothing: the indexes that are needed are part of the tables."""
