@@ -227,6 +227,26 @@ class TestHints:
             # Until status.json may be written again.
             assert it.daemon.step() > 0.5
 
+    def test_a_batch_of_the_likely_ones_puts_nobody_else_off(
+        self, tmp_path: Path, rollouts: Rollouts
+    ) -> None:
+        with rollouts.together():
+            for environment in rollouts.register(100):
+                rollouts.end(environment)
+        with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
+            it.go()
+            self.pass_time(it, 5.0)
+            complete(rollouts, 1)
+            with rollouts.together():
+                rollouts.finish(3)
+            it.daemon.hint(source=True, spool=False)
+            it.daemon.step()
+            assert environments(it.run) == [101]
+            # The next commit's hint was used up by the first look, as above.
+            complete(rollouts, 1)
+            self.pass_time(it, 0.3)
+            assert environments(it.run) == [101, 3, 102]
+
     def test_a_look_that_found_one_commit_does_not_use_up_the_hint_of_the_next(
         self, tmp_path: Path, rollouts: Rollouts
     ) -> None:

@@ -227,6 +227,28 @@ def test_a_look_is_one_transaction_however_much_it_finds(rollouts: Rollouts, pat
     assert statements.count("BEGIN") == 1
 
 
+def test_whoever_got_the_newest_rows_is_asked_first_and_all_others_in_the_next_look(
+    rollouts: Rollouts, path: Path
+) -> None:
+    with rollouts.together():
+        ids = rollouts.register(100)
+        for environment in ids:
+            rollouts.end(environment)
+    source = opened(path)
+    reconciled(source)
+    rollouts.end(ids[7])
+    assert source.look(NOTHING) == Look()
+    rollouts.finish(ids[7], ids[3])
+    first = source.look(NOTHING)
+    assert (ids_of(first), first.more) == ([ids[7]], True)
+    assert (source.committed(), source.changed()) == (False, True)
+    rollouts.complete(ids[8])
+    assert source.committed()
+    then = source.look(NOTHING)
+    assert (ids_of(then), then.more) == ([ids[3], ids[8]], False)
+    assert (source.committed(), source.changed()) == (False, False)
+
+
 @pytest.mark.parametrize("gate", [ReadyWhen.FINISHED, ReadyWhen.TERMINAL])
 def test_more_than_one_transaction_may_read_is_read_in_several(
     rollouts: Rollouts, path: Path, gate: ReadyWhen, monkeypatch: pytest.MonkeyPatch

@@ -29,6 +29,9 @@ Watch: TypeAlias = Callable[[int, int], None]
 """Hears how many environments of how many the first look has come to; as many as there are: all."""
 
 ADVICE: Final = ("open-transaction", "missing-index")
+# Where a look asked only the likely ones, the others are asked so much later, if not by the look
+# for the next commit, which mostly comes while the batch is written.
+MORE_SECONDS: Final = 0.01
 
 
 class Looking:
@@ -219,9 +222,13 @@ class Looking:
                 yield look
             self._note_progress(None, now)
             self._reconcile = None
-        yield self.source.look(inventory.skip)
+        look = self.source.look(inventory.skip)
+        yield look
+        if look.more:
+            yield self.source.look(inventory.skip)
 
     def _look(self, inventory: Inventory, now: float) -> Iterator[Look]:
+        pause = self.settings.scan_seconds
         if self._is_news or self.source.changed():
             # If there was a look or a peek since the last hint, this commit was under way then, and
             # the hint of the one after it is still to come.
@@ -237,6 +244,8 @@ class Looking:
                 return
             self._peeks = iter(() if is_last else self.source.peek_seconds)
             self._pass_on_advice(now)
+            if look.more:
+                pause = MORE_SECONDS
             if look.went_back:
                 log.warning("source went back", extra={"fields": {"url": self.source.url}})
                 self._verify(inventory.remembered(), inventory)
@@ -245,7 +254,7 @@ class Looking:
             yield look
         self._has_peeked = True
         self.last_look = self._wall()
-        self._look_at = now + self.settings.scan_seconds
+        self._look_at = now + pause
         self._peek_at = now + next(self._peeks, math.inf)
 
     def _pass_on_advice(self, now: float) -> None:

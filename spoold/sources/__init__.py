@@ -94,7 +94,7 @@ class Source(Protocol):
         """
 
     def committed(self) -> bool:
-        """Whether a commit became visible since the last complete look. Cheaper, never raises.
+        """Whether a commit became visible since the last look. Cheaper, never raises.
 
         True where that cannot be told. What came by other means than a commit shows in `changed`.
         """
@@ -106,6 +106,7 @@ class Source(Protocol):
         """Look at what is new. Costs as much as there are new step rows and running environments.
 
         A candidate is offered once; again only when new step rows of it come, or by a reconcile.
+        Where `more` is set it was not complete, and the next one is.
         """
 
     def reconcile(self, skip: BitMap64) -> Iterator[Look]:

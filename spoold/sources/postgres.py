@@ -279,7 +279,7 @@ class PostgresSource:
         now = self._clock()
         self._watched.got_rows(touched, now)
         candidates = (
-            self._finished_among(self._watched.active(skip))
+            self._finished_among(list(self._watched.active(skip)))
             if self.ready_when is ReadyWhen.FINISHED
             else [ended[one] for one in sorted(ended)]
         )

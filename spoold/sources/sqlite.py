@@ -82,7 +82,10 @@ class SqliteSource:
         self._reader: RowReader | None = None
         self._heights: Heights | None = None
         self._highest_step = 0
+        # Of the last look, and of the last complete one.
+        self._looked: Stamp | None = None
         self._seen: Stamp | None = None
+        self._asks_everyone = False
         self._verified: Stamp | None = None
         self._watched = Watched(clock())
         self._share = Share(shard, job=self.job)
@@ -164,7 +167,7 @@ class SqliteSource:
             raise self._changed_schema(error) from error
         self._database = database
         self._file, self._wal, self._stale_wal = database.id, database.wal_id, None
-        self._seen = self._verified = None
+        self._looked = self._seen = self._verified = None
 
     def _take(self, database: Database, *, is_new: bool) -> None:
         if not self._share.is_whole:
@@ -254,14 +257,14 @@ class SqliteSource:
         return database is None or not database.is_open or database.stamp() != self._seen
 
     def committed(self) -> bool:
-        """Whether a commit became visible since the last complete look; True: it may have."""
+        """Whether a commit became visible since the last look; True: it may have."""
         database = self._database
-        if self._seen is None or database is None or not database.is_open:
+        if self._looked is None or database is None or not database.is_open:
             return True
         try:
             if database.immutable:
-                return database.stamp() != self._seen
-            return database.version() != self._seen.version
+                return database.stamp() != self._looked
+            return database.version() != self._looked.version
         except SourceUnavailable:
             return True  # the look that follows says why
 
@@ -279,6 +282,7 @@ class SqliteSource:
             above=self._highest_step,
             job=self.job,
             needs_finished=self.ready_when is ReadyWhen.FINISHED,
+            everyone=self._asks_everyone,
             skip=skip,
         )
         # Mostly one transaction; where there is more than one may read, others follow.
@@ -287,22 +291,26 @@ class SqliteSource:
             went_back = heights.is_below(self._heights)
             if not went_back:
                 news.read_on(connection, schema, heights.steps, self._clock())
-        while not (went_back or news.is_whole):
+        while not (went_back or news.is_ended):
             with self._transaction() as (connection, schema):
                 news.read_on(connection, schema, heights.steps, self._clock())
         if went_back:
             self._start_over(heights)
-            self._seen = None
+            self._looked = self._seen = None
             return Look(went_back=True)
         self._watched.offer(candidate.id for candidate in news.candidates)
         self._heights = heights
         self._highest_step = max(self._highest_step, heights.steps)
         self._watched.caught_up(self._highest_step)
-        self._seen = stamp
+        self._looked = stamp
+        self._asks_everyone = news.more
+        if not news.more:
+            self._seen = stamp
         return Look(
             candidates=tuple(news.candidates),
             late=tuple(news.late),
             missing=self._watched.tell(),
+            more=news.more,
         )
 
     def reconcile(self, skip: BitMap64) -> Iterator[Look]:

@@ -18,25 +18,37 @@ from spoold.sources.watched import Watched
 __all__ = ["SLICE", "News"]
 
 SLICE: Final = 20_000
+# So many times more must run than are likely to be finished, for it to pay to ask those first.
+_TIMES_MORE: Final = 4
 
 
 class News:
     """What one look has found so far. `above`: up to which step row it has come.
 
-    `candidates` passed the gate, `late` are environments in `skip` that got new rows. `is_whole`
-    when all was read; before that only `watched` knows more than it did, and nothing wrong.
+    `candidates` passed the gate, `late` are environments in `skip` that got new rows. `is_ended`
+    when nothing is left to read; before that only `watched` knows more than it did, and nothing
+    wrong. `more` where not all that run were asked: the next look has to ask `everyone`.
     """
 
     def __init__(
-        self, watched: Watched, *, above: int, job: str, needs_finished: bool, skip: BitMap64
+        self,
+        watched: Watched,
+        *,
+        above: int,
+        job: str,
+        needs_finished: bool,
+        everyone: bool,
+        skip: BitMap64,
     ) -> None:
         self.above = above
         self.candidates: list[Candidate] = []
         self.late = BitMap64()
-        self.is_whole = False
+        self.is_ended = False
+        self.more = False
         self._watched = watched
         self._job = job
         self._needs_finished = needs_finished
+        self._everyone = everyone
         self._skip = skip
         self._touched = BitMap64()
         self._ended: dict[int, Candidate] = {}
@@ -54,15 +66,26 @@ class News:
             self._watched.got_rows(self._touched, now)
             if not self._needs_finished:
                 self.candidates = [self._ended[one] for one in sorted(self._ended)]
-                self.is_whole = True
+                self.is_ended = True
                 return
-            self._to_ask = self._watched.active(self._skip)
+            running = self._watched.active(self._skip)
+            likely = self._watched.lately - self._skip
+            if likely and not self._everyone and len(running) > _TIMES_MORE * len(likely):
+                # Their batch need not wait for all others to be asked.
+                self._ask(connection, schema, list(likely))
+                if self.candidates:
+                    self.more = self.is_ended = True
+                    return
+            self._to_ask = list(running)
         ids, self._to_ask = self._to_ask[:SLICE], self._to_ask[SLICE:]
+        self._ask(connection, schema, ids)
+        self.is_ended = not self._to_ask
+
+    def _ask(self, connection: sqlite3.Connection, schema: Schema, ids: list[int]) -> None:
         # With a thousand running `str(ids)` would be a quarter of the whole look.
         values = {"ids": orjson.dumps(ids).decode(), "job": self._job}
         rows = connection.execute(schema.finished_among, values)
         self.candidates += [Candidate(environment, group_of(group)) for environment, group in rows]
-        self.is_whole = not self._to_ask
 
     def _read_rows(self, connection: sqlite3.Connection, schema: Schema, upto: int) -> None:
         began = time.monotonic()
