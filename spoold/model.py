@@ -100,7 +100,8 @@ class Look:
     ids are lower than they were, so the rows are not those of the last look: verify, reconcile.
     `members`: environments in `skip` with their groups, where groups are asked for. `registered`:
     all members of the groups in `asked`, deleted ones aside. `reached`: up to which id of `highest`
-    a reconcile has come; 0 where it does not tell.
+    a reconcile has come; 0 where it does not tell. `more`: only those were asked that were likely
+    to be candidates; a look for the others is due soon.
     """
 
     candidates: tuple[Candidate, ...] = ()
@@ -113,6 +114,7 @@ class Look:
     registered: tuple[Candidate, ...] = ()
     reached: int = 0
     highest: int = 0
+    more: bool = False
 
 
 class StepRow(NamedTuple):

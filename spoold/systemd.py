@@ -51,10 +51,9 @@ class Service:
 
     def status(self, sentence: str) -> None:
         """Say what the service does, in one line; said again only when it changes."""
-        line = " ".join(sentence.split())
-        if line != self._said:
-            self._said = line
-            self._send(f"STATUS={line}")
+        if sentence != self._said:
+            self._said = sentence
+            self._send(f"STATUS={' '.join(sentence.split())}")
 
     def progress(self) -> None:
         """Say that the loop went round. Sent four times in the time of the watchdog at most."""

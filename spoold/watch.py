@@ -143,6 +143,10 @@ class Hints:
             left = None if give_up is None else give_up - self._clock()
             if left is not None:
                 left = 0.0 if heard else min(max(left, 0.0), _LONGEST_POLL_SECONDS)
+            if left is not None and 0.0 < left < 0.001:
+                # poll counts in whole milliseconds.
+                time.sleep(left)
+                left = 0.0
             ready = self._poll.poll(None if left is None else math.ceil(left * 1000))
             for fd, _ in ready:
                 if fd == self._wake:
@@ -161,7 +165,10 @@ class Hints:
 
     def healthy(self, tag: str | None = None) -> bool:
         """Whether every directory asked for, or every one of a tag, is watched as a whole now."""
-        return all(root.whole for root in self._roots if tag in (None, root.tag))
+        for root in self._roots:  # at every wake-up: without a generator
+            if not root.whole and (tag is None or tag == root.tag):
+                return False
+        return True
 
     @property
     def problem(self) -> tuple[str, str] | None:
@@ -169,7 +176,7 @@ class Hints:
 
         A directory that is merely not there is no problem: it is watched when it comes.
         """
-        return None if self.healthy() else self._problem
+        return None if self._problem is None or self.healthy() else self._problem
 
     def close(self) -> None:
         """Watch nothing any more; fine when called twice."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -61,6 +62,22 @@ def report(run: Path, **changed: Any) -> Status:
     status = Status(**(facts | changed))
     statusfile.write(RunDir(str(run)), status)
     return status
+
+
+def test_status_json_holds_all_of_a_report_and_is_read_back_as_it_was(run: Path) -> None:
+    status = report(
+        run,
+        host="gpu\udcff",
+        reasons=(Reason.of("linger", "3 environments", since=2.5),),
+        source=SourceState(
+            running=3,
+            groups=(WaitingGroup(group="é", have=1, want=2, missing=(7,), set_aside=(), since=1),),
+        ),
+    )
+    written = (run / ".spoold/status.json").read_bytes()
+    assert json.loads(written) == json.loads(json.dumps(status.to_dict()))
+    assert len(written.splitlines()) == 2 + len(status.to_dict())  # a line each, for people
+    assert Status.from_json(written) == status
 
 
 def test_status_counts_every_directory_and_fits_80_columns(

@@ -14,6 +14,7 @@ import pytest
 
 from spoold import fs
 from spoold.errors import ConfigError, SourceReplaced, SpoolHeld, SpoolLocked, SpoolWriteError
+from spoold.sources.sqlite import SqliteSource
 from spoold.spool import setup
 from tests.support.batches import tree
 from tests.support.daemons import Running, environments, mv, running, start
@@ -192,6 +193,59 @@ class TestHints:
             complete(rollouts, 1)
             self.pass_time(it, 0.25)
             assert environments(it.run) == [2]
+
+    def test_a_hint_that_comes_to_nothing_costs_a_few_reads_of_data_version_and_no_look(
+        self, tmp_path: Path, rollouts: Rollouts
+    ) -> None:
+        rollouts.register(1)
+        with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
+            it.go()
+            self.pass_time(it, 5.0)
+            source = it.daemon.looking.source
+            assert isinstance(source, SqliteSource)
+            assert source._database is not None
+            assert source._database._connection is not None
+            statements: list[str] = []
+            source._database._connection.set_trace_callback(statements.append)
+            it.daemon.hint(source=True, spool=False)
+            self.pass_time(it, 5.0)
+            assert set(statements) == {"PRAGMA data_version"}
+            assert 5 < len(statements) < 15
+
+    def test_nobody_wakes_up_again_after_the_commit_that_was_hinted_at(
+        self, tmp_path: Path, rollouts: Rollouts
+    ) -> None:
+        rollouts.register(1)
+        with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
+            it.go()
+            self.pass_time(it, 5.0)
+            it.daemon.hint(source=True, spool=False)
+            it.clock.now += it.daemon.step()
+            complete(rollouts, 1)
+            it.daemon.step()
+            assert environments(it.run) == [2]
+            # Until status.json may be written again.
+            assert it.daemon.step() > 0.5
+
+    def test_a_batch_of_the_likely_ones_puts_nobody_else_off(
+        self, tmp_path: Path, rollouts: Rollouts
+    ) -> None:
+        with rollouts.together():
+            for environment in rollouts.register(100):
+                rollouts.end(environment)
+        with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
+            it.go()
+            self.pass_time(it, 5.0)
+            complete(rollouts, 1)
+            with rollouts.together():
+                rollouts.finish(3)
+            it.daemon.hint(source=True, spool=False)
+            it.daemon.step()
+            assert environments(it.run) == [101]
+            # The next commit's hint was used up by the first look, as above.
+            complete(rollouts, 1)
+            self.pass_time(it, 0.3)
+            assert environments(it.run) == [101, 3, 102]
 
     def test_a_look_that_found_one_commit_does_not_use_up_the_hint_of_the_next(
         self, tmp_path: Path, rollouts: Rollouts

@@ -236,8 +236,9 @@ def _(folder: Path, settings: dict[str, Any]) -> Any:
     complete(rollouts, 1)
     with running(folder, **settings) as it:
         seconds_until(it, lambda: len(tree(it.run)) == 1)
-        # It looks a few times more at once, then pauses.
-        seconds_until(it, lambda: it.daemon.looking.due_at() > it.clock.now + 0.2)
+        # It peeks a few times more at once, then pauses.
+        looking = it.daemon.looking
+        seconds_until(it, lambda: min(looking.due_at(), looking.peek_at()) > it.clock.now + 0.2)
         looked_at = it.clock.now
         complete(rollouts, 1)
         seconds_until(it, lambda: len(tree(it.run)) == 2)

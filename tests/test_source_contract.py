@@ -14,6 +14,7 @@ from pyroaring import BitMap64
 from spoold.errors import ConfigError, SourceReplaced, SourceSchemaError, SourceUnavailable
 from spoold.model import Candidate, Look, ReadyWhen, Samples
 from spoold.sources import Source
+from spoold.sources.watched import Watched
 from tests.support.postgres import make_postgres
 from tests.support.rollouts import GENERATIONS, Rollouts, make_rollouts
 from tests.support.servers import postgres_server
@@ -322,11 +323,11 @@ def test_a_failed_look_keeps_what_it_has_not_seen_to_the_end(
     source = home.opened()
     rollouts.complete(environment)
 
-    def fail(ids: object) -> list[Candidate]:
+    def fail(*_: object) -> None:
         raise SourceUnavailable("locked")
 
     with monkeypatch.context() as patch:
-        patch.setattr(source, "_finished_among", fail)
+        patch.setattr(Watched, "active", fail)
         with pytest.raises(SourceUnavailable):
             source.look(NOTHING)
     assert source.changed()

@@ -179,7 +179,7 @@ def test_what_a_guest_read_while_the_file_was_written_does_not_count(folder: Pat
         rollouts()
 
     run_as(OWNER, act)
-    assert source.changed()
+    assert source.committed()
     with pytest.raises(SourceUnavailable, match="was written to while it was read"):
         source.look(BitMap64())
     assert [c.id for c in source.look(BitMap64()).candidates] == [2]

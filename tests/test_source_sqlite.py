@@ -195,6 +195,78 @@ def test_other_urls_are_refused_without_showing_a_password(url: str) -> None:
 # ---- looks --------------------------------------------------------------------------------------
 
 
+def test_only_a_commit_counts_as_committed_and_any_touch_as_changed(
+    rollouts: Rollouts, path: Path
+) -> None:
+    rollouts.register()
+    source = opened(path)
+    assert source.committed()
+    source.look(NOTHING)
+    os.utime(f"{path}-wal", (1, 1))
+    assert (source.committed(), source.changed()) == (False, True)
+    source.look(NOTHING)
+    assert (source.committed(), source.changed()) == (False, False)
+    rollouts.register()
+    assert (source.committed(), source.changed()) == (True, True)
+
+
+def test_a_look_is_one_transaction_however_much_it_finds(rollouts: Rollouts, path: Path) -> None:
+    ids = rollouts.register(300)
+    source = opened(path)
+    reconciled(source)
+    with rollouts.together():
+        for environment in ids[:200]:
+            rollouts.step(environment)
+        for environment in ids[200:]:
+            rollouts.complete(environment)
+    statements: list[str] = []
+    assert source._database is not None
+    assert source._database._connection is not None
+    source._database._connection.set_trace_callback(statements.append)
+    assert len(source.look(NOTHING).candidates) == 100
+    assert statements.count("BEGIN") == 1
+
+
+def test_whoever_got_the_newest_rows_is_asked_first_and_all_others_in_the_next_look(
+    rollouts: Rollouts, path: Path
+) -> None:
+    with rollouts.together():
+        ids = rollouts.register(100)
+        for environment in ids:
+            rollouts.end(environment)
+    source = opened(path)
+    reconciled(source)
+    rollouts.end(ids[7])
+    assert source.look(NOTHING) == Look()
+    rollouts.finish(ids[7], ids[3])
+    first = source.look(NOTHING)
+    assert (ids_of(first), first.more) == ([ids[7]], True)
+    assert (source.committed(), source.changed()) == (False, True)
+    rollouts.complete(ids[8])
+    assert source.committed()
+    then = source.look(NOTHING)
+    assert (ids_of(then), then.more) == ([ids[3], ids[8]], False)
+    assert (source.committed(), source.changed()) == (False, False)
+
+
+@pytest.mark.parametrize("gate", [ReadyWhen.FINISHED, ReadyWhen.TERMINAL])
+def test_more_than_one_transaction_may_read_is_read_in_several(
+    rollouts: Rollouts, path: Path, gate: ReadyWhen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = rollouts.register(30)
+    source = opened(path, ready_when=gate)
+    reconciled(source)
+    with rollouts.together():
+        for environment in ids[:5]:
+            rollouts.step(environment)
+        for environment in ids[5:]:
+            rollouts.complete(environment)
+    monkeypatch.setattr("spoold.sources.sqlite_news.SLICE", 4)
+    assert ids_of(source.look(NOTHING)) == ids[5:]
+    assert source.look(NOTHING) == Look()
+    assert source.running == 5
+
+
 # ---- rows ---------------------------------------------------------------------------------------
 
 

@@ -58,6 +58,15 @@ def test_a_file_moved_in_is_heard_with_its_path(hints: Hints, tmp_path: Path) ->
     assert hints.wait(0) == {}
 
 
+def test_a_wait_may_be_shorter_than_a_millisecond(hints: Hints) -> None:
+    def waited() -> float:
+        began = time.perf_counter()
+        assert hints.wait(0.0002) == {}
+        return time.perf_counter() - began
+
+    assert 0.0002 <= min(waited() for _ in range(100)) < 0.001
+
+
 def test_what_happens_between_two_waits_is_heard(hints: Hints, tmp_path: Path) -> None:
     folder = make(tmp_path / "pending")
     hints.watch(str(folder), tag="pending")

@@ -312,14 +312,17 @@ class Consumer:
 
     def _next(self, min_weight_version: int) -> Batch | None:
         """Return the first batch that can be had: one pass that lists the folders once at most."""
-        looked = False
+        looked = self._names.are_old
+        if looked:
+            self._list()
         while not self._stopping:
-            if not looked and self._names.are_old:
-                self._list()
-                looked = True
             following = self._names.pop()
             if following is None:
-                return None
+                if looked:
+                    return None
+                self._list()
+                looked = True
+                continue
             place, file_name = following
             if place is not self._own and not self._is_still_pending(file_name):
                 continue

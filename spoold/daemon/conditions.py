@@ -127,7 +127,7 @@ class Conditions:
 
     def holds(self, codes: Iterable[str]) -> bool:
         """Whether one of these reasons holds."""
-        return any(code in self._holding for code in codes)
+        return not self._holding.keys().isdisjoint(codes)
 
     def reasons(self) -> tuple[Reason, ...]:
         """Return what holds now, the most urgent first, then by age."""

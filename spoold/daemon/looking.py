@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, TypeAlias
@@ -28,6 +29,9 @@ Watch: TypeAlias = Callable[[int, int], None]
 """Hears how many environments of how many the first look has come to; as many as there are: all."""
 
 ADVICE: Final = ("open-transaction", "missing-index")
+# Where a look asked only the likely ones, the others are asked so much later, if not by the look
+# for the next commit, which mostly comes while the batch is written.
+MORE_SECONDS: Final = 0.01
 
 
 class Looking:
@@ -58,7 +62,10 @@ class Looking:
         self._reconcile: Iterator[Look] | None = None
         self._reconcile_at = 0.0
         self._look_at = 0.0
+        self._peek_at = math.inf
         self._peeks: Iterator[float] = iter(())
+        # Since the last hint: whether a look or a peek was made, and whether a peek saw a commit.
+        self._has_peeked = self._is_news = False
         # Rows of delivered environments that were deleted, as far as was noticed.
         self._gone = BitMap64()
         # Until it is known which groups are closed nothing else is looked at.
@@ -102,14 +109,30 @@ class Looking:
 
     def hint(self) -> None:
         """Take in a hint that the source changed."""
-        self._look_at = 0.0
-        self._peeks = iter(self.source.peek_seconds)
+        self._peek_at = 0.0
+        self._peeks = iter(self.source.hinted_seconds)
+        self._has_peeked = self._is_news = False
 
     def due_at(self) -> float:
         """Return when there is something to do; 0 while a reconcile is under way."""
         if not self.is_open:
             return self._backoff.until
         return 0.0 if self._reconcile is not None else min(self._look_at, self._reconcile_at)
+
+    def peek_at(self) -> float:
+        """Return when to see whether what was hinted at is visible."""
+        return self._peek_at if self.is_open else math.inf
+
+    def is_quiet(self, now: float) -> bool:
+        """Whether a peek is due and nothing was committed: then it is made, and no look is due."""
+        if now < self.peek_at() or self._reconcile is not None:
+            return False
+        self._is_news = self.source.committed()
+        if self._is_news:
+            return False
+        self._peek_at = now + next(self._peeks, math.inf)
+        self._has_peeked = True
+        return True
 
     def open(self, inventory: Inventory, now: float) -> None:
         """Open the source and tie the run directory to it.
@@ -175,7 +198,7 @@ class Looking:
         if inventory.undelivered:
             self._verify(inventory.remembered(), inventory)
             self._begin(inventory, now, with_groups=True)
-        if now >= self._look_at and not self._learning_groups:
+        if now >= min(self._look_at, self._peek_at) and not self._learning_groups:
             yield from self._look(inventory, now)
         if self._reconcile is None and now >= self._reconcile_at:
             self._verify(inventory.remembered(), inventory)
@@ -199,10 +222,18 @@ class Looking:
                 yield look
             self._note_progress(None, now)
             self._reconcile = None
-        yield self.source.look(inventory.skip)
+        look = self.source.look(inventory.skip)
+        yield look
+        if look.more:
+            yield self.source.look(inventory.skip)
 
     def _look(self, inventory: Inventory, now: float) -> Iterator[Look]:
-        if self.source.changed():
+        pause = self.settings.scan_seconds
+        if self._is_news or self.source.changed():
+            # If there was a look or a peek since the last hint, this commit was under way then, and
+            # the hint of the one after it is still to come.
+            is_last = self._has_peeked and self._is_news and self.source.one_at_a_time
+            self._is_news = False
             began = time.monotonic()
             look = self.source.look(inventory.skip)
             self.durations.add(time.monotonic() - began)
@@ -211,16 +242,20 @@ class Looking:
             self._verify(inventory.latest(), inventory)
             if inventory.undelivered:
                 return
-            self._peeks = iter(self.source.peek_seconds)
+            self._peeks = iter(() if is_last else self.source.peek_seconds)
             self._pass_on_advice(now)
+            if look.more:
+                pause = MORE_SECONDS
             if look.went_back:
                 log.warning("source went back", extra={"fields": {"url": self.source.url}})
                 self._verify(inventory.remembered(), inventory)
                 inventory.undelivered = True
                 return
             yield look
+        self._has_peeked = True
         self.last_look = self._wall()
-        self._look_at = now + next(self._peeks, self.settings.scan_seconds)
+        self._look_at = now + pause
+        self._peek_at = now + next(self._peeks, math.inf)
 
     def _pass_on_advice(self, now: float) -> None:
         """Say what the source would have a person do, and no more what it no longer says."""

@@ -65,6 +65,7 @@ class Daemon:
         self.wall = wall
         self.conditions = Conditions(wall)
         self._refresh_at = 0.0
+        self._due_at = 0.0
         self._moved: set[str] | None = None
         self._outage = Outage(self.conditions)
         self._overdue = Overdue(seconds=settings.missing_row_seconds)
@@ -181,7 +182,7 @@ class Daemon:
         self._retention.keep_steps = settings.keep_steps
         self._overdue.seconds = settings.missing_row_seconds
         self.inventory.shelves.relist_seconds = settings.rescan_seconds
-        self._refresh_at = 0.0
+        self._refresh_at = self._due_at = 0.0
         self._moved = None
 
     @property
@@ -200,12 +201,14 @@ class Daemon:
         if source:
             self.looking.hint()
         if spool:
-            self._refresh_at = 0.0
+            self._refresh_at = self._due_at = 0.0
         self._moved = None if moved is None or self._moved is None else self._moved | moved
 
     def step(self) -> float:
         """Do what is due. Returns the seconds after which something is due again, 0 for now."""
         now = self.clock()
+        if now < self._due_at and self.looking.is_quiet(now):
+            return self._pause(now)
         self._clock_watch.look(self.conditions, wall=self.wall(), now=now)
         try:
             self._step(now)
@@ -218,7 +221,13 @@ class Daemon:
         if (read_only := self.report.new_read_only()) is not None:
             # Nothing could be delivered: a daemon that has nothing to deliver says so, too.
             self._write_failed(read_only, now)
-        return self._pause(self.clock())
+        now = self.clock()
+        self._due_at = self._next_due(now)
+        return self._pause(now)
+
+    def _pause(self, now: float) -> float:
+        peek_at = self._due_at if self._is_held() else self.looking.peek_at()
+        return max(0.0, min(self._due_at, peek_at) - now)
 
     def _step(self, now: float) -> None:
         if now >= self._refresh_at or self._is_unsettled():
@@ -247,8 +256,9 @@ class Daemon:
             raise error
         self._outage.failed(error, batches=self.delivery.counts.batches, now=now)
 
-    def _pause(self, now: float) -> float:
-        dues = [self._refresh_at, self.report.due_at()]
+    def _next_due(self, now: float) -> float:
+        """Return when something other than a peek is due."""
+        dues: list[float | None] = [self._refresh_at, self.report.due_at()]
         if self._is_unsettled():
             dues.append(now + UNSETTLED_SECONDS)
         if now < self._outage.until:
@@ -256,13 +266,11 @@ class Daemon:
         elif self.delivery.in_flight:
             dues.append(now)
         elif not self._is_held():
-            is_due = self.looking.is_open and self.inventory.undelivered
-            dues.append(now if is_due else self.looking.due_at())
-            if self.looking.is_open and (due := self.plan.due_at()) is not None:
-                dues.append(due)
-            if self.looking.is_open and (due := self._overdue.due_at()) is not None:
-                dues.append(due)
-        return max(0.0, min(dues) - now)
+            dues.append(self.looking.due_at())
+            if self.looking.is_open:
+                dues += [self.plan.due_at(), self._overdue.due_at()]
+                dues += [now] if self.inventory.undelivered else []
+        return min(due for due in dues if due is not None)
 
     def _is_unsettled(self) -> bool:
         # What cannot be read is tried again at every scan, not at once.
@@ -398,24 +406,16 @@ class Daemon:
         if not self.looking.has_seen_all:
             return
         due = self._overdue.due(now)
-        self._overdue.drop(due)
-        # One whose row turned up in between waits for its group, or for its reward.
-        for environment in BitMap64(due) & self.delivery.missing_rows(self.looking.source):
-            what = f"finished, and no usable row in {self.settings.missing_row_seconds:g} s"
-            note = Note(
-                environment=environment, env_id="", reason=MISSING_ROW, what=what, policy=True
-            )
-            self.delivery.note(note, self.looking.source.job, now)
+        if due:
+            self._overdue.drop(due)
+            # One whose row turned up in between waits for its group, or for its reward.
+            for environment in BitMap64(due) & self.delivery.missing_rows(self.looking.source):
+                what = f"finished, and no usable row in {self.settings.missing_row_seconds:g} s"
+                note = _note(environment, MISSING_ROW, what)
+                self.delivery.note(note, self.looking.source.job, now)
         for group in self.plan.give_up(now):
             for environment in list(group.complete):
-                what = f"its group {group.key} is not whole"
-                note = Note(
-                    environment=environment,
-                    env_id="",
-                    reason="partial-group",
-                    what=what,
-                    policy=True,
-                )
+                note = _note(environment, "partial-group", f"its group {group.key} is not whole")
                 self.delivery.note(note, self.looking.source.job, now, group=group.key)
 
     # --- delivering ------------------------------------------------------------------------------
@@ -493,3 +493,8 @@ class Daemon:
             "delivered": self.inventory.delivered,
         }
         log.info("done", extra={"fields": fields})
+
+
+def _note(environment: int, reason: str, what: str) -> Note:
+    """Return a note that a setting of the operator makes."""
+    return Note(environment=environment, env_id="", reason=reason, what=what, policy=True)

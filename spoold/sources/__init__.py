@@ -56,8 +56,16 @@ class Source(Protocol):
         """The finished environments that have no usable row, as far as was looked and read."""
 
     @property
+    def hinted_seconds(self) -> Sequence[float]:
+        """After which pauses to see whether the commit that a hint told of is visible."""
+
+    @property
     def peek_seconds(self) -> Sequence[float]:
-        """After which pauses to look again once a look found a change; then at the scan."""
+        """After which pauses to see whether there is more once a look found a change."""
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether commits become visible one by one, and a hint of each comes before it does."""
 
     def advice(self) -> tuple[Advice, ...]:
         """Return what a person could do about the database, of each kind the most urgent first.
@@ -85,6 +93,12 @@ class Source(Protocol):
         Of a server: one round trip.
         """
 
+    def committed(self) -> bool:
+        """Whether a commit became visible since the last look. Cheaper, never raises.
+
+        True where that cannot be told. What came by other means than a commit shows in `changed`.
+        """
+
     def moved(self) -> bool:
         """Whether the database is another file than the one that is open: close and open then."""
 
@@ -92,6 +106,7 @@ class Source(Protocol):
         """Look at what is new. Costs as much as there are new step rows and running environments.
 
         A candidate is offered once; again only when new step rows of it come, or by a reconcile.
+        Where `more` is set it was not complete, and the next one is.
         """
 
     def reconcile(self, skip: BitMap64) -> Iterator[Look]:

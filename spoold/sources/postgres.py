@@ -93,6 +93,9 @@ class PostgresSource:
         """The finished environments that have no usable row, as far as was looked and read."""
         return self._watched.missing
 
+    hinted_seconds: Sequence[float] = ()
+    one_at_a_time = False
+
     @property
     def peek_seconds(self) -> Sequence[float]:
         """After which pauses to look again: soon while rows come in, at the scan otherwise."""
@@ -228,6 +231,13 @@ class PostgresSource:
         """Whether there may be anything to see since the last complete look. One round trip."""
         return self._seen is None or self._watched.has_untold or self._read_stamp() != self._seen
 
+    def committed(self) -> bool:
+        """Whether there may be anything to see since the last look. One round trip."""
+        try:
+            return self.changed()
+        except SourceUnavailable:
+            return True  # the look that follows says why
+
     def moved(self) -> bool:
         """Whether it is another database: what `look` and `open` find out by themselves."""
         return False
@@ -269,7 +279,7 @@ class PostgresSource:
         now = self._clock()
         self._watched.got_rows(touched, now)
         candidates = (
-            self._finished_among(self._watched.active(skip))
+            self._finished_among(list(self._watched.active(skip)))
             if self.ready_when is ReadyWhen.FINISHED
             else [ended[one] for one in sorted(ended)]
         )

@@ -32,15 +32,16 @@ from spoold.policy import WHOLE, Shard
 from spoold.sources.identity import verified
 from spoold.sources.jobs import pick_job
 from spoold.sources.share import Share
-from spoold.sources.sqlite_facts import Heights, heights_of, jobs_of
-from spoold.sources.sqlite_open import Database, FileId, connect, file_id
+from spoold.sources.sqlite_facts import Heights, group_of, heights_of, jobs_of
+from spoold.sources.sqlite_news import SLICE, News
+from spoold.sources.sqlite_open import Database, FileId, Stamp, connect, file_id
 from spoold.sources.sqlite_rows import MAX_TRANSACTION_SECONDS, RowReader
 from spoold.sources.sqlite_schema import OWNS, Schema, read_schema
 from spoold.sources.watched import Found, Watched
 
 __all__ = ["SqliteSource"]
 
-SLICE: Final = 20_000
+
 _FEW: Final = 256
 _SLICE_SECONDS: Final = 1.0
 _TABLES_TRIES: Final = 10
@@ -81,8 +82,11 @@ class SqliteSource:
         self._reader: RowReader | None = None
         self._heights: Heights | None = None
         self._highest_step = 0
-        self._seen: object = None
-        self._verified: object = None
+        # Of the last look, and of the last complete one.
+        self._looked: Stamp | None = None
+        self._seen: Stamp | None = None
+        self._asks_everyone = False
+        self._verified: Stamp | None = None
         self._watched = Watched(clock())
         self._share = Share(shard, job=self.job)
 
@@ -101,9 +105,15 @@ class SqliteSource:
         """The finished environments that have no usable row, as far as was looked and read."""
         return self._watched.missing
 
-    # A hint may come before the commit that it tells of is visible, and a look that finds one may
-    # have used up the hint of the next: look again, until nothing new was seen for so long.
-    peek_seconds: Sequence[float] = (0.001, 0.006, 0.036, 0.2)
+    # A hint may come before its commit is visible, by as long as the writer syncs: this is after
+    # 0.5, 1, 2, 3, 5, 8, 13, 23, 43, 83, 163 and 263 ms.
+    hinted_seconds: Sequence[float] = (
+        *(0.0005, 0.0005, 0.001, 0.001, 0.002, 0.003, 0.005),
+        *(0.01, 0.02, 0.04, 0.08, 0.1),
+    )
+    # A look that finds one commit may have used up the hint of the next. That is rare.
+    peek_seconds: Sequence[float] = (0.002, 0.02, 0.2)
+    one_at_a_time = True
 
     def advice(self) -> tuple[Advice, ...]:
         """Return nothing: the indexes that are needed are part of the tables."""
@@ -157,7 +167,7 @@ class SqliteSource:
             raise self._changed_schema(error) from error
         self._database = database
         self._file, self._wal, self._stale_wal = database.id, database.wal_id, None
-        self._seen = self._verified = None
+        self._looked = self._seen = self._verified = None
 
     def _take(self, database: Database, *, is_new: bool) -> None:
         if not self._share.is_whole:
@@ -246,6 +256,18 @@ class SqliteSource:
         database = self._database
         return database is None or not database.is_open or database.stamp() != self._seen
 
+    def committed(self) -> bool:
+        """Whether a commit became visible since the last look; True: it may have."""
+        database = self._database
+        if self._looked is None or database is None or not database.is_open:
+            return True
+        try:
+            if database.immutable:
+                return database.stamp() != self._looked
+            return database.version() != self._looked.version
+        except SourceUnavailable:
+            return True  # the look that follows says why
+
     def moved(self) -> bool:
         """Whether the path names another file than the one that is open, or none."""
         return self._file is not None and file_id(self._path) != self._file
@@ -254,73 +276,42 @@ class SqliteSource:
         """Look at new step rows, and at the environments that are running."""
         # Before anything is read: what is committed from here on makes another look.
         stamp = self._connected().stamp()
+        assert self._heights is not None
+        news = News(
+            self._watched,
+            above=self._highest_step,
+            job=self.job,
+            needs_finished=self.ready_when is ReadyWhen.FINISHED,
+            everyone=self._asks_everyone,
+            skip=skip,
+        )
+        # Mostly one transaction; where there is more than one may read, others follow.
         with self._transaction() as (connection, schema):
             heights = heights_of(connection, schema)
-        assert self._heights is not None
-        if heights.is_below(self._heights):
+            went_back = heights.is_below(self._heights)
+            if not went_back:
+                news.read_on(connection, schema, heights.steps, self._clock())
+        while not (went_back or news.is_ended):
+            with self._transaction() as (connection, schema):
+                news.read_on(connection, schema, heights.steps, self._clock())
+        if went_back:
             self._start_over(heights)
-            self._seen = None
+            self._looked = self._seen = None
             return Look(went_back=True)
-        now = self._clock()
-        touched, late, ended = self._new_rows(heights.steps, skip)
-        self._watched.got_rows(touched, now)
-        candidates = (
-            self._finished_among(self._watched.active(skip))
-            if self.ready_when is ReadyWhen.FINISHED
-            else ended
-        )
-        self._watched.offer(candidate.id for candidate in candidates)
+        self._watched.offer(candidate.id for candidate in news.candidates)
         self._heights = heights
         self._highest_step = max(self._highest_step, heights.steps)
         self._watched.caught_up(self._highest_step)
-        self._seen = stamp
-        return Look(candidates=tuple(candidates), late=tuple(late), missing=self._watched.tell())
-
-    def _new_rows(self, upto: int, skip: BitMap64) -> tuple[BitMap64, BitMap64, list[Candidate]]:
-        """Return environments with new step rows, those of them in `skip`, and the ended ones."""
-        touched, late = BitMap64(), BitMap64()
-        ended: dict[int, Candidate] = {}
-        at = self._highest_step
-        while at < upto:
-            at, rows = self._some_new_rows(at, upto)
-            for pk, environment, group, is_alive, has_ended in rows:
-                if environment in skip:
-                    if pk > self._watched.ahead.get(environment, 0):
-                        late.add(environment)
-                    continue
-                if not is_alive:
-                    continue
-                touched.add(environment)
-                if has_ended:
-                    ended[environment] = Candidate(environment, _group(group))
-        return touched, late, [ended[environment] for environment in sorted(ended)]
-
-    def _some_new_rows(self, above: int, upto: int) -> tuple[int, list[tuple[Any, ...]]]:
-        """Return new step rows of one transaction, and up to which id they are all."""
-        began = time.monotonic()
-        rows: list[tuple[Any, ...]] = []
-        with self._transaction() as (connection, schema):
-            is_flagged = self.ready_when is ReadyWhen.TERMINAL
-            query = schema.new_rows_flagged if is_flagged else schema.new_rows
-            values = {"above": above, "upto": upto, "job": self.job}
-            cursor = connection.execute(schema.mine(query), values)
-            for row in cursor:
-                rows.append(row)
-                if len(rows) >= SLICE or time.monotonic() - began > MAX_TRANSACTION_SECONDS:
-                    upto = row[0]
-                    break
-            # A cursor that is not at its end keeps the transaction alive.
-            cursor.close()
-        return upto, rows
-
-    def _finished_among(self, ids: list[int]) -> list[Candidate]:
-        found: list[Candidate] = []
-        for at in range(0, len(ids), SLICE):
-            with self._transaction() as (connection, schema):
-                values = {"ids": str(ids[at : at + SLICE]), "job": self.job}
-                rows = connection.execute(schema.finished_among, values)
-                found += [Candidate(environment, _group(group)) for environment, group in rows]
-        return found
+        self._looked = stamp
+        self._asks_everyone = news.more
+        if not news.more:
+            self._seen = stamp
+        return Look(
+            candidates=tuple(news.candidates),
+            late=tuple(news.late),
+            missing=self._watched.tell(),
+            more=news.more,
+        )
 
     def reconcile(self, skip: BitMap64) -> Iterator[Look]:
         """Look at every environment that is not in `skip`, in slices of 20,000 ids.
@@ -373,7 +364,7 @@ class SqliteSource:
         self._try_again(found, finished)
         gone = self._watched.reconciled(first, next_first, found, skip)
         look = Look(
-            candidates=tuple(Candidate(one, _group(groups[one])) for one in found.candidates),
+            candidates=tuple(Candidate(one, group_of(groups[one])) for one in found.candidates),
             missing=tuple(found.missing),
             gone=gone,
         )
@@ -441,7 +432,7 @@ class SqliteSource:
             end = first + SLICE
             with self._transaction() as (connection, schema):
                 rows = connection.execute(schema.groups, (first, end)).fetchall()
-            yield tuple(Candidate(one, _group(group)) for one, group in rows if one in ids)
+            yield tuple(Candidate(one, group_of(group)) for one, group in rows if one in ids)
             first = next(ids.iter_equal_or_larger(end), 0)
 
     def members(self, groups: Collection[str]) -> Iterator[tuple[Candidate, ...]]:
@@ -455,7 +446,7 @@ class SqliteSource:
                 rows = connection.execute(schema.members, values).fetchall()
                 following = connection.execute(schema.next_environment, (end,))
                 (first,) = following.fetchone()
-            yield tuple(Candidate(one, _group(group)) for one, group in rows)
+            yield tuple(Candidate(one, group_of(group)) for one, group in rows)
 
     # ---- rows ----------------------------------------------------------------------------------
 
@@ -492,7 +483,3 @@ class SqliteSource:
         """Whether nothing was committed since the last `verify`."""
         database = self._database
         return database is not None and database.is_open and database.stamp() == self._verified
-
-
-def _group(group: object) -> str:
-    return group.decode("utf-8", "replace") if isinstance(group, bytes) else ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from spoold.sources.jobs import JOBS_SHOWN
 from spoold.sources.sqlite_schema import Schema
 
-__all__ = ["Heights", "heights_of", "jobs_of"]
+__all__ = ["Heights", "group_of", "heights_of", "jobs_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,11 @@ class Heights:
 
 def heights_of(connection: sqlite3.Connection, schema: Schema) -> Heights:
     """Read the highest ids. In a transaction."""
-    environments, steps = connection.execute(schema.highest).fetchone()
-    given: dict[bytes, int] = {}
-    if schema.has_sequence:
-        given.update(connection.execute(schema.sequences))
+    query = schema.highest_and_given if schema.has_sequence else schema.highest
+    environments, steps, environments_given, steps_given = connection.execute(query).fetchone()
     return Heights(
-        environments_given=given.get(b"job_environments", 0),
-        steps_given=given.get(b"session_steps", 0),
+        environments_given=environments_given or 0,
+        steps_given=steps_given or 0,
         environments=environments or 0,
         steps=steps or 0,
     )
@@ -50,3 +48,8 @@ def jobs_of(connection: sqlite3.Connection, schema: Schema) -> list[str]:
         jobs.append(job.decode("utf-8", "replace"))
         (job,) = connection.execute(schema.next_job, (jobs[-1],)).fetchone()
     return jobs
+
+
+def group_of(group: object) -> str:
+    """Return a group id as it was read, "" where there is none."""
+    return group.decode("utf-8", "replace") if isinstance(group, bytes) else ""

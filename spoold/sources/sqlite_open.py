@@ -21,15 +21,24 @@ import os
 import sqlite3
 import stat
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import quote
 
-from spoold.errors import SourceError, SourceSchemaError, SourceUnavailable
+from spoold.errors import SourceSchemaError, SourceUnavailable
 
-__all__ = ["Database", "FileId", "connect", "file_id"]
+__all__ = ["Database", "FileId", "Stamp", "connect", "file_id"]
 
 FileId = tuple[int, int]
 Facts = tuple[int, int, int, int]
+
+
+class Stamp(NamedTuple):
+    """The state of a database: its data_version, and the stat of file and -wal."""
+
+    version: int
+    file: Facts | None
+    wal: Facts | None
+
 
 _BUSY_SECONDS: Final = 0.25
 # Where SQLite's readers hold their shared lock (os_unix.c: PENDING_BYTE + 2, SHARED_SIZE).
@@ -141,15 +150,15 @@ class Database:
         self.id: FileId | None = None
         uri = f"file:{quote(os.fsencode(path))}?mode=ro{'&immutable=1' if immutable else ''}"
         try:
-            with self._translated():
-                connection = sqlite3.connect(
-                    uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None
-                )
-                self._connection = connection
-                connection.text_factory = bytes
-                connection.execute("PRAGMA query_only = 1")
-                # Reads the file for the first time: -wal and -shm are open after this.
-                connection.execute("PRAGMA schema_version").fetchone()
+            connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None)
+            self._connection = connection
+            connection.text_factory = bytes
+            connection.execute("PRAGMA query_only = 1")
+            # Reads the file for the first time: -wal and -shm are open after this.
+            connection.execute("PRAGMA schema_version").fetchone()
+        except sqlite3.Error as error:
+            self.close()
+            raise self._failed(error) from error
         except BaseException:
             self.close()
             raise
@@ -185,28 +194,33 @@ class Database:
         if connection is None:
             raise SourceUnavailable(f"{self.path} is not open", hint=_TRIES_AGAIN)
         try:
-            with self._translated():
-                connection.execute("BEGIN")
-                yield connection
-                connection.execute("COMMIT")
+            connection.execute("BEGIN")
+            yield connection
+            connection.execute("COMMIT")
             if self.immutable:
                 self._believe()
+        except sqlite3.Error as error:
+            self.close()
+            raise self._failed(error) from error
         except BaseException:
             self.close()
             raise
 
-    def stamp(self) -> tuple[int, Facts | None, Facts | None]:
-        """Return what differs after each commit: data_version, and the stat of file and -wal."""
+    def version(self) -> int:
+        """Return what differs after each commit of somebody else, unless the file is immutable."""
         connection = self._connection
         if connection is None:
             raise SourceUnavailable(f"{self.path} is not open", hint=_TRIES_AGAIN)
         try:
-            with self._translated():
-                (version,) = connection.execute("PRAGMA data_version").fetchone()
-        except SourceError:
+            (version,) = connection.execute("PRAGMA data_version").fetchone()
+        except sqlite3.Error as error:
             self.close()
-            raise
-        return version, _facts(self.path), _facts(self.path + "-wal")
+            raise self._failed(error) from error
+        return int(version)
+
+    def stamp(self) -> Stamp:
+        """Return what differs after each commit, or where the files were changed without one."""
+        return Stamp(self.version(), _facts(self.path), _facts(self.path + "-wal"))
 
     def _believe(self) -> None:
         """Raise SourceUnavailable where a file opened as immutable was not."""
@@ -214,13 +228,6 @@ class Database:
             raise SourceUnavailable(
                 f"{self.path} was written to while it was read", hint=_TRIES_AGAIN
             )
-
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise self._failed(error) from error
 
     def _failed(self, error: sqlite3.Error) -> Exception:
         extended = getattr(error, "sqlite_errorcode", 0)

@@ -87,10 +87,12 @@ class Schema:
     has_job = "SELECT 1 FROM job_environments AS e WHERE e.job_id = ? LIMIT 1"
     highest = (
         "SELECT (SELECT max(e.id) FROM job_environments AS e),"
-        " (SELECT max(s.id) FROM session_steps AS s)"
+        " (SELECT max(s.id) FROM session_steps AS s), 0, 0"
     )
-    sequences = (
-        "SELECT name, seq FROM sqlite_sequence WHERE name IN ('job_environments', 'session_steps')"
+    highest_and_given = highest.replace(
+        "0, 0",
+        "(SELECT max(seq) FROM sqlite_sequence WHERE name = 'job_environments'),"
+        " (SELECT max(seq) FROM sqlite_sequence WHERE name = 'session_steps')",
     )
     env_ids = _sql("SELECT e.id, e.env_id FROM {wanted}")
 

@@ -18,6 +18,7 @@ from pyroaring import BitMap64
 __all__ = ["Found", "Watched"]
 
 _QUIET_SECONDS: Final = 600.0
+_MANY: Final = 256
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class Watched:
         self._older = BitMap64()
         self._turned = now
         self._untold = BitMap64()
+        # Of the active ones, those with the newest rows: likely to be finished next. None if many.
+        self.lately = BitMap64()
         # Rows that were read before a look came to them: they are no news when it does.
         self.ahead: dict[int, int] = {}
 
@@ -54,9 +57,9 @@ class Watched:
         """Note up to which row a look has come."""
         self.ahead = {one: pk for one, pk in self.ahead.items() if pk > highest_step}
 
-    def active(self, skip: BitMap64) -> list[int]:
-        """Return the environments that each look checks, in order."""
-        return list((self._recent | self._older) - skip)
+    def active(self, skip: BitMap64) -> BitMap64:
+        """Return the environments that each look checks."""
+        return (self._recent | self._older) - skip
 
     @property
     def running(self) -> int:
@@ -84,12 +87,15 @@ class Watched:
         if new:
             _remove(new, self._older, self.resting, self.offered, self.tried)
             self._recent |= new
+            self.lately = self.lately | new if len(self.lately) < _MANY else new
+            if len(new) > _MANY:
+                self.lately = BitMap64()
 
     def offer(self, ids: Iterable[int]) -> None:
         """Note that these are returned as candidates."""
         new = BitMap64(ids)
         if new:
-            _remove(new, self._recent, self._older, self.resting)
+            _remove(new, self._recent, self._older, self.resting, self.lately)
             _remove(new, self.tried, self.missing, self._untold)
             self.offered |= new
 
@@ -115,7 +121,7 @@ class Watched:
         here = BitMap64(range(first, end))
         before = (self.offered | self.missing) & here
         _remove(here, self.offered, self.tried, self.missing, self._untold)
-        _remove(here - found.running, self._recent, self._older, self.resting)
+        _remove(here - found.running, self._recent, self._older, self.resting, self.lately)
         # What got rows since was found by a look; the rest is new to us, not active again.
         self._recent |= found.running - self._older - self.resting
         self.offered |= found.candidates | found.unusable

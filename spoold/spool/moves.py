@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from spoold import fs
@@ -85,7 +85,7 @@ def _move(
             hint=f"only a batch in {allowed} can be moved like that; by hand, mv -n does any move",
         )
     name = found.name.next_attempt() if next_attempt else found.name
-    moved = replace(found, place=place, name=name)
+    moved = Found(place, name)
     if moved == found:
         return found  # rejected for this reason before: to itself it would look like a copy
     while True:
@@ -192,7 +192,7 @@ def set_aside(run: RunDir, found: Found, folder: str) -> Found | None:
     assert folder in (DUPLICATE, CORRUPT)
     place = Place(State.REJECTED, folder)
     fs.make_dirs(run.of(place))
-    moved = replace(found, place=place)
+    moved = Found(place, found.name)
     try:
         fs.rename_over(found.path(run), moved.path(run))
     except FileNotFoundError:

@@ -290,8 +290,11 @@ class Shelves:
         if place == REJECTED and new:
             this.notes_changed = True
         self._take_out(shelf, gone, this)
-        shelf.names |= new
-        shelf.names -= gone
+        if not shelf.names:
+            shelf.names = names  # at start: one more set of 200,000 names would be 8 MB
+        else:
+            shelf.names |= new
+            shelf.names -= gone
         odd = {*listing.others, *(listing.folders if place.folder else ())}
         kept = names if only is None else names | (set(shelf.unknown) - only)
         odd.update(name for name in shelf.unknown if name in kept)

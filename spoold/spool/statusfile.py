@@ -153,8 +153,10 @@ class Status:
         return {"format": FORMAT, **asdict(self)}
 
     def to_json(self) -> bytes:
-        """Return the bytes of status.json."""
-        return json.dumps(self.to_dict(), indent=1).encode() + b"\n"
+        """Return the bytes of status.json: for people, each fact of the report has its line."""
+        facts = {"format": FORMAT, **_shallow(self)}
+        lines = (f'"{name}": {json.dumps(fact, default=_shallow)}' for name, fact in facts.items())
+        return ("{\n " + ",\n ".join(lines) + "\n}\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Status:
@@ -169,6 +171,11 @@ class Status:
             return cls(**_fields(cls, facts))
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError("it is no report of spoold") from error
+
+
+def _shallow(value: Any) -> dict[str, Any]:
+    """Return the fields of one of the values above, as they are: asdict copies all of them."""
+    return {name: getattr(value, name) for name in value.__slots__}
 
 
 def _fields(kind: type, facts: Any) -> dict[str, Any]:
