@@ -57,6 +57,8 @@ class Looking:
         self._reconcile_at = 0.0
         self._look_at = 0.0
         self._peeks: Iterator[float] = iter(())
+        # What the source said, and nobody was told yet: that nothing holds of what was found.
+        self._starts_over = False
         # Rows of delivered environments that were deleted, as far as was noticed.
         self._gone = BitMap64()
         # Until it is known which groups are closed nothing else is looked at.
@@ -115,7 +117,7 @@ class Looking:
         Raises SourceUnavailable, SourceReplaced, and what is wrong for good: SourceSchemaError,
         ConfigError (another job).
         """
-        self.source.open()
+        self._starts_over |= self.source.open()
         self.is_open = True
         shard = str(self.settings.shard)
         setup.tie(self.run, job=self.source.job, url=self.source.url, shard=shard)
@@ -160,6 +162,7 @@ class Looking:
     def looks(self, inventory: Inventory, now: float) -> Iterator[Look]:
         """Yield what is new: of a look, if one is due, and of one slice of a reconcile.
 
+        `went_back` comes alone and first: nothing holds then of what was found before.
         Raises SourceUnavailable, and SourceReplaced when the rows are not those of before.
         """
         if not self.is_open:
@@ -170,6 +173,9 @@ class Looking:
             log.warning("source file replaced", extra={"fields": {"url": self.source.url}})
             self.close()
             self.open(inventory, now)
+        if self._starts_over:
+            self._starts_over = False
+            yield Look(went_back=True)
         if inventory.undelivered:
             self._verify(inventory.remembered(), inventory)
             self._begin(inventory, now, with_groups=True)
@@ -204,13 +210,15 @@ class Looking:
             # RACE: after the look, so that what it has seen is what is verified. Where it is not
             # taken in, a reconcile comes.
             self._verify(inventory.latest(), inventory)
-            if inventory.undelivered:
+            if inventory.undelivered and not look.went_back:
                 return
             self._peeks = iter(PEEK_SECONDS)
             if look.went_back:
                 log.warning("source went back", extra={"fields": {"url": self.source.url}})
                 self._verify(inventory.remembered(), inventory)
                 inventory.undelivered = True
+                yield look
+                self._begin(inventory, now, with_groups=True)
                 return
             yield look
         self.last_look = self._wall()

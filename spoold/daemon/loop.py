@@ -109,6 +109,7 @@ class Daemon:
             plan=self._new_plan(),
             settings=settings,
             wall=self.wall,
+            env_ids=lambda ids: self.looking.source.env_ids(ids),
         )
         if newest is not None:
             self.delivery.counts.latest_note = LatestNote(
@@ -128,9 +129,9 @@ class Daemon:
         Where the lock is lost, nothing is touched: it may be another daemon's by now. Nor where a
         sync failed: another one on the same directory would prove nothing.
         """
-        self.looking.close()
         try:
             self.delivery.finish(self.looking.source.job, self.clock())
+            self.looking.close()
             if self.lock.still_held() and not self._is_unknown:
                 self.numbers.give_back()
                 self.report.write(self._end_state, self.looking, self.delivery, self.clock())
@@ -225,10 +226,18 @@ class Daemon:
             return
         if not self._may_read(now):
             self.delivery.rest(self.looking.source.job, now)
+            self.delivery.collector.forget()  # it may be long until it is wanted again
             return
-        self._look(now)
-        self._give_up_waiting(now)
-        self._deliver(now)
+        try:
+            for look in self.looking.looks(self.inventory, now):
+                self._take(look, now)
+            self._give_up_waiting(now)
+            self._deliver(now)
+        except SourceUnavailable as error:
+            self.looking.failed(error, now)
+            self.delivery.collector.forget()
+        except SourceReplaced as error:
+            self._retire(error, now)
         self.looking.went_well(now)
 
     def _can_write(self) -> bool:
@@ -328,19 +337,6 @@ class Daemon:
 
     # --- looking ---------------------------------------------------------------------------------
 
-    def _look(self, now: float) -> None:
-        try:
-            for look in self.looking.looks(self.inventory, now):
-                self._take(look, now)
-        except SourceUnavailable as error:
-            self._source_failed(error, now)
-        except SourceReplaced as error:
-            self._retire(error, now)
-
-    def _source_failed(self, error: SourceUnavailable, now: float) -> None:
-        self.looking.failed(error, now)
-        self.delivery.collector.forget()
-
     def _retire(self, error: SourceReplaced, now: float) -> None:
         """Begin anew with a source that was replaced, or end the daemon, as the setting says."""
         if self.settings.on_replaced is OnReplaced.REFUSE:
@@ -353,12 +349,22 @@ class Daemon:
         self.looking.start_over()
         self.inventory = self._new_inventory(self.run)
         self.inventory.load()
+        self._forget_found()
+        self._refresh_at = now
+
+    def _forget_found(self) -> None:
+        """Forget all that is known by its id and was not published: ids mean others now."""
         self.delivery.start_over(self.inventory, self._new_plan())
         self._told_late.clear()
         self._overdue = Overdue(seconds=self.settings.missing_row_seconds)
-        self._refresh_at = now
 
     def _take(self, look: Look, now: float) -> None:
+        if look.went_back:
+            try:
+                # It was read, and verified, before.
+                self.delivery.finish(self.looking.source.job, now)
+            finally:
+                self._forget_found()
         for member in look.members:
             if member.id in self.inventory.set_aside:
                 self.plan.lose(member.id, member.group, now)
@@ -424,12 +430,7 @@ class Daemon:
         if not units:
             self.delivery.finish(self.looking.source.job, now)
             return
-        try:
-            self.delivery.deliver(self.looking.source, units, now)
-        except SourceUnavailable as error:
-            self._source_failed(error, now)
-        except SourceReplaced as error:
-            self._retire(error, now)
+        self.delivery.deliver(self.looking.source, units, now)
         self._overdue.keep_out(self.inventory.skip)
 
     # --- once ------------------------------------------------------------------------------------

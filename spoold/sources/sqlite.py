@@ -6,10 +6,9 @@ advanced only when a look has come to its end. Everything that a look may miss (
 place on an old row, environments that were quiet for long, rows that were there at `open`) a
 reconcile finds.
 
-Ids that go backwards mean that rows which we have not seen hide below the highest id: then a look
-starts over from what is there now and says so in `Look.went_back`. A database restored from an
-older copy that has grown past our highest id again shows no such thing: `verify` does, by env_id,
-so that it is called before each reconcile.
+Ids that go backwards, or a highest row that is another one now, mean that rows which we have not
+seen hide below the highest id: then a look starts over from what is there and says so in
+`Look.went_back`. Whether it is the database that was delivered from only `verify` can say.
 """
 
 from __future__ import annotations
@@ -26,12 +25,20 @@ from typing import Any, Final
 
 from pyroaring import BitMap64
 
-from spoold.errors import SourceError, SourceReplaced, SourceSchemaError, SourceUnavailable
+from spoold.errors import SourceError, SourceSchemaError, SourceUnavailable
 from spoold.model import Candidate, Look, ReadyWhen, Samples, StepRow
 from spoold.policy import WHOLE, Shard
-from spoold.sources.jobs import pick_job
 from spoold.sources.share import Share
-from spoold.sources.sqlite_facts import Heights, heights_of, jobs_of
+from spoold.sources.sqlite_facts import (
+    Heights,
+    be_the_same,
+    compare,
+    env_ids_of,
+    group_of,
+    heights_of,
+    job_of,
+    replaced,
+)
 from spoold.sources.sqlite_open import Database, FileId, connect, file_id
 from spoold.sources.sqlite_rows import MAX_TRANSACTION_SECONDS, RowReader
 from spoold.sources.sqlite_schema import OWNS, Schema, read_schema
@@ -110,13 +117,13 @@ class SqliteSource:
 
     # ---- open and close ------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def open(self) -> bool:
         """Connect, check the schema, pick the job. What was found in the same file stays known."""
         self.close()
         if self._schema is None:
             there = (path for path in self._readings if os.path.exists(path))
             self._path = next(there, self._readings[0])
-        self._connect(may_be_new=True)
+        return self._connect(may_be_new=True)
 
     def close(self) -> None:
         """Disconnect; what was found stays known."""
@@ -124,7 +131,7 @@ class SqliteSource:
             self._database.close()
             self._database = None
 
-    def _connect(self, *, may_be_new: bool) -> None:
+    def _connect(self, *, may_be_new: bool) -> bool:
         file = file_id(self._path)
         is_new = file != self._file
         if is_new and self._file is not None:
@@ -140,7 +147,7 @@ class SqliteSource:
         try:
             database = connect(self._path, stale_wal=self._stale_wal)
             try:
-                self._take(database, is_new=is_new)
+                starts_over = self._take(database, is_new=is_new)
             except BaseException:
                 database.close()
                 raise
@@ -149,14 +156,16 @@ class SqliteSource:
         self._database = database
         self._file, self._wal, self._stale_wal = database.id, database.wal_id, None
         self._seen = self._verified = None
+        return starts_over
 
-    def _take(self, database: Database, *, is_new: bool) -> None:
+    def _take(self, database: Database, *, is_new: bool) -> bool:
         if not self._share.is_whole:
             database.define(OWNS, lambda *facts: self._share.owns(*facts))
         schema = self._read_schema(database)
+        wanted = self._wanted_job if is_new else self.job or self._wanted_job
         with database.transaction() as connection:
-            job = self._pick_job(connection, schema, keep=not is_new)
-            heights = heights_of(connection, schema)
+            job = job_of(connection, schema, self._path, wanted=wanted, known=self._known_job)
+            heights = heights_of(connection, schema, self._heights)
         self.job = job
         if self.ready_when is ReadyWhen.AUTO:
             # Kept even if a migration changes the column: its old rows were not marked finished.
@@ -170,8 +179,10 @@ class SqliteSource:
             needs_finished=self.ready_when is ReadyWhen.FINISHED,
             samples=self._samples,
         )
-        if is_new or self._heights is None or heights.is_below(self._heights):
+        starts_over = is_new or self._heights is None or heights.went_back(self._heights)
+        if starts_over:
             self._start_over(heights)
+        return starts_over
 
     def _start_over(self, heights: Heights) -> None:
         self._heights = heights
@@ -197,13 +208,6 @@ class SqliteSource:
         if self._schema is None:
             return error
         return SourceUnavailable(error.message, hint=error.hint)
-
-    def _pick_job(self, connection: sqlite3.Connection, schema: Schema, *, keep: bool) -> str:
-        wanted = self.job if keep and self.job else self._wanted_job
-        if wanted is not None and connection.execute(schema.has_job, (wanted,)).fetchone():
-            return wanted
-        jobs = jobs_of(connection, schema)
-        return pick_job(jobs, wanted=wanted, known=self._known_job, where=self._path)
 
     def _connected(self) -> Database:
         """Return the connection, a new one where the last call failed."""
@@ -246,9 +250,9 @@ class SqliteSource:
         # Before anything is read: what is committed from here on makes another look.
         stamp = self._connected().stamp()
         with self._transaction() as (connection, schema):
-            heights = heights_of(connection, schema)
+            heights = heights_of(connection, schema, self._heights)
         assert self._heights is not None
-        if heights.is_below(self._heights):
+        if heights.went_back(self._heights):
             self._start_over(heights)
             self._seen = None
             return Look(went_back=True)
@@ -283,7 +287,7 @@ class SqliteSource:
                     continue
                 touched.add(environment)
                 if has_ended:
-                    ended[environment] = Candidate(environment, _group(group))
+                    ended[environment] = Candidate(environment, group_of(group))
         return touched, late, [ended[environment] for environment in sorted(ended)]
 
     def _some_new_rows(self, above: int, upto: int) -> tuple[int, list[tuple[Any, ...]]]:
@@ -310,7 +314,7 @@ class SqliteSource:
             with self._transaction() as (connection, schema):
                 values = {"ids": str(ids[at : at + SLICE]), "job": self.job}
                 rows = connection.execute(schema.finished_among, values)
-                found += [Candidate(environment, _group(group)) for environment, group in rows]
+                found += [Candidate(environment, group_of(group)) for environment, group in rows]
         return found
 
     def reconcile(self, skip: BitMap64) -> Iterator[Look]:
@@ -364,7 +368,7 @@ class SqliteSource:
         self._try_again(found, finished)
         gone = self._watched.reconciled(first, next_first, found, skip)
         look = Look(
-            candidates=tuple(Candidate(one, _group(groups[one])) for one in found.candidates),
+            candidates=tuple(Candidate(one, group_of(groups[one])) for one in found.candidates),
             missing=tuple(found.missing),
             gone=gone,
         )
@@ -432,7 +436,7 @@ class SqliteSource:
             end = first + SLICE
             with self._transaction() as (connection, schema):
                 rows = connection.execute(schema.groups, (first, end)).fetchall()
-            yield tuple(Candidate(one, _group(group)) for one, group in rows if one in ids)
+            yield tuple(Candidate(one, group_of(group)) for one, group in rows if one in ids)
             first = next(ids.iter_equal_or_larger(end), 0)
 
     def members(self, groups: Collection[str]) -> Iterator[tuple[Candidate, ...]]:
@@ -446,7 +450,7 @@ class SqliteSource:
                 rows = connection.execute(schema.members, values).fetchall()
                 following = connection.execute(schema.next_environment, (end,))
                 (first,) = following.fetchone()
-            yield tuple(Candidate(one, _group(group)) for one, group in rows)
+            yield tuple(Candidate(one, group_of(group)) for one, group in rows)
 
     # ---- rows ----------------------------------------------------------------------------------
 
@@ -465,26 +469,19 @@ class SqliteSource:
         """Make sure that this is the database that was delivered from; return whose row is gone."""
         stamp = self._connected().stamp()
         with self._transaction() as (connection, schema):
-            heights = heights_of(connection, schema)
+            heights = heights_of(connection, schema, self._heights)
             if not heights.environments:
                 raise SourceUnavailable(
                     f"{self._path} has no environments yet", hint="spoold waits for them"
                 )
-            found: dict[int, bytes] = {}
-            found.update(connection.execute(schema.env_ids, {"ids": str(sorted(remembered))}))
+            found = env_ids_of(connection, schema, remembered)
         if schema.has_sequence and heights.environments_given < highest:
-            raise SourceReplaced(
+            raise replaced(
                 f"{self._path} has given ids up to {heights.environments_given}, and environment "
-                f"{highest} was delivered from here",
-                hint="on_replaced says what becomes of the old spool",
+                f"{highest} was delivered from here, or set aside"
             )
-        for environment, env_id in found.items():
-            if env_id.decode("utf-8", "replace") != remembered[environment]:
-                raise SourceReplaced(
-                    f"{self._path}: environment {environment} is another one than the one that was "
-                    "delivered from here",
-                    hint="on_replaced says what becomes of the old spool",
-                )
+        compare(self._path, found, remembered)
+        be_the_same(self._path, heights, self._heights)
         self._verified = stamp
         return BitMap64(remembered.keys() - found.keys())
 
@@ -493,6 +490,10 @@ class SqliteSource:
         database = self._database
         return database is not None and database.is_open and database.stamp() == self._verified
 
-
-def _group(group: object) -> str:
-    return group.decode("utf-8", "replace") if isinstance(group, bytes) else ""
+    def env_ids(self, ids: Collection[int]) -> Mapping[int, str]:
+        """Return the env_id of each of `ids` that is still there."""
+        with self._transaction() as (connection, schema):
+            heights = heights_of(connection, schema, self._heights)
+            found = env_ids_of(connection, schema, ids)
+        be_the_same(self._path, heights, self._heights)
+        return found

@@ -1,36 +1,63 @@
-"""What a database says of itself: how high its ids are, and which jobs it has."""
+"""What a database says of itself: how high its ids are, whose they are, and which jobs it has."""
 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from spoold.sources.jobs import JOBS_SHOWN
+from spoold.errors import SourceReplaced, SourceUnavailable
+from spoold.sources.jobs import JOBS_SHOWN, pick_job
 from spoold.sources.sqlite_schema import Schema
 
-__all__ = ["Heights", "heights_of", "jobs_of"]
+__all__ = [
+    "Heights",
+    "be_the_same",
+    "compare",
+    "env_ids_of",
+    "group_of",
+    "heights_of",
+    "job_of",
+    "replaced",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Heights:
-    """The highest ids: ever given, by sqlite_sequence, and among the rows that are there."""
+    """The highest ids: ever given, by sqlite_sequence, and among the rows that are there.
+
+    `top`: whose the highest environment and the highest step are; `there`: whose those are now that
+    were the highest before. By them a database is told that went back and grew past its old height.
+    """
 
     environments_given: int
     steps_given: int
     environments: int
     steps: int
+    top: tuple[object, object]
+    there: tuple[object, object]
 
-    def is_below(self, before: Heights) -> bool:
-        """Whether ids went backwards. Rows that were deleted from the top don't count."""
+    def went_back(self, before: Heights) -> bool:
+        """Whether these are not the rows of before. Rows that are merely gone say nothing."""
         return (
             self.environments_given < before.environments_given
             or self.steps_given < before.steps_given
+            or any(
+                now is not None and now != was
+                for now, was in zip(self.there, before.top, strict=True)
+            )
         )
 
 
-def heights_of(connection: sqlite3.Connection, schema: Schema) -> Heights:
+def heights_of(
+    connection: sqlite3.Connection, schema: Schema, before: Heights | None = None
+) -> Heights:
     """Read the highest ids. In a transaction."""
-    environments, steps = connection.execute(schema.highest).fetchone()
+    known = {
+        "environment": before.environments if before is not None else 0,
+        "step": before.steps if before is not None else 0,
+    }
+    environments, steps, *whose = connection.execute(schema.heights, known).fetchone()
     given: dict[bytes, int] = {}
     if schema.has_sequence:
         given.update(connection.execute(schema.sequences))
@@ -39,10 +66,60 @@ def heights_of(connection: sqlite3.Connection, schema: Schema) -> Heights:
         steps_given=given.get(b"session_steps", 0),
         environments=environments or 0,
         steps=steps or 0,
+        top=(whose[0], whose[1]),
+        there=(whose[2], whose[3]),
     )
 
 
-def jobs_of(connection: sqlite3.Connection, schema: Schema) -> list[str]:
+def be_the_same(path: str, heights: Heights, before: Heights | None) -> None:
+    """Raise SourceUnavailable where the rows are not those of before."""
+    if before is not None and heights.went_back(before):
+        raise SourceUnavailable(f"{path} went back to an older state", hint="spoold opens it anew")
+
+
+def env_ids_of(
+    connection: sqlite3.Connection, schema: Schema, ids: Iterable[int]
+) -> dict[int, str]:
+    """Return the env_id of each of `ids` that is there. In a transaction."""
+    rows = connection.execute(schema.env_ids, {"ids": str(sorted(ids))})
+    return {one: env_id.decode("utf-8", "replace") for one, env_id in rows}
+
+
+def compare(path: str, found: Mapping[int, str], remembered: Mapping[int, str]) -> None:
+    """Raise SourceReplaced where an env_id is not the one that is remembered of its id."""
+    for environment, env_id in found.items():
+        if env_id != remembered[environment]:
+            raise replaced(
+                f"{path}: environment {environment} is another one than the one that was delivered "
+                "from here, or set aside"
+            )
+
+
+def replaced(what: str) -> SourceReplaced:
+    """Return the error that says that a source is not the one that was delivered from."""
+    return SourceReplaced(what, hint="on_replaced says what becomes of the old spool")
+
+
+def job_of(
+    connection: sqlite3.Connection,
+    schema: Schema,
+    path: str,
+    *,
+    wanted: str | None,
+    known: str | None,
+) -> str:
+    """Return the job to read. Raises as `pick_job`."""
+    if wanted is not None and connection.execute(schema.has_job, (wanted,)).fetchone():
+        return wanted
+    return pick_job(_jobs_of(connection, schema), wanted=wanted, known=known, where=path)
+
+
+def group_of(group: object) -> str:
+    """Return a group id, "" where there is none."""
+    return group.decode("utf-8", "replace") if isinstance(group, bytes) else ""
+
+
+def _jobs_of(connection: sqlite3.Connection, schema: Schema) -> list[str]:
     """Return the first few jobs, each by one step through an index on job_id."""
     jobs: list[str] = []
     (job,) = connection.execute(schema.first_job).fetchone()
