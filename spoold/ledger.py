@@ -111,14 +111,16 @@ def parse_merged_name(file_name: str) -> int | None:
 class Ledger:
     """All entries and merged files together, as they are on disk.
 
-    `stale` after a withdrawal: `environments` may then hold too much, and is exact again after the
-    entries were read anew. Nothing relies on it being small before that.
+    `highest` is the greatest id in `remembered`, 0 for none. `stale` after a withdrawal:
+    `environments` may then hold too much, and is exact again after the entries were read anew.
+    Nothing relies on it being small before that.
     """
 
     environments: BitMap64 = field(default_factory=BitMap64)
     batches: set[str] = field(default_factory=set)
     merged: set[int] = field(default_factory=set)
     remembered: dict[int, str] = field(default_factory=dict)
+    highest: int = 0
     stale: bool = False
 
     def add(self, batch_id: str, entry: Entry) -> None:
@@ -138,6 +140,7 @@ class Ledger:
         """Keep an environment's env_id, by which a replaced source is noticed."""
         self.remembered.pop(environment, None)
         self.remembered[environment] = env_id
+        self.highest = max(self.highest, environment)
         if len(self.remembered) > 2 * REMEMBERED:
             self.remembered = _latest(self.remembered)
 

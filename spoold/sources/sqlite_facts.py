@@ -53,22 +53,15 @@ def heights_of(
     connection: sqlite3.Connection, schema: Schema, before: Heights | None = None
 ) -> Heights:
     """Read the highest ids. In a transaction."""
-    known = {
-        "environment": before.environments if before is not None else 0,
-        "step": before.steps if before is not None else 0,
-    }
-    environments, steps, *whose = connection.execute(schema.heights, known).fetchone()
-    given: dict[bytes, int] = {}
-    if schema.has_sequence:
-        given.update(connection.execute(schema.sequences))
-    return Heights(
-        environments_given=given.get(b"job_environments", 0),
-        steps_given=given.get(b"session_steps", 0),
-        environments=environments or 0,
-        steps=steps or 0,
-        top=(whose[0], whose[1]),
-        there=(whose[2], whose[3]),
-    )
+    known = (before.environments, before.steps) if before is not None else (0, 0)
+    query = schema.heights if schema.has_sequence else schema.heights_without_sequence
+    row = connection.execute(query, {"environment": known[0], "step": known[1]}).fetchone()
+    environments, steps, there = row[2] or 0, row[3] or 0, row[4:]
+    top = there
+    if (environments, steps) != known:
+        values = {"environment": environments, "step": steps}
+        top = connection.execute(schema.owners, values).fetchone()
+    return Heights(row[0] or 0, row[1] or 0, environments, steps, top, there)
 
 
 def be_the_same(path: str, heights: Heights, before: Heights | None) -> None:

@@ -134,9 +134,9 @@ class Inventory:
         latest = dict(islice(reversed(remembered.items()), LATEST))
         # A copy that is older than the highest one does not know it, or knows it as another; so
         # with the highest note.
-        highest = max(remembered, default=0)
+        highest = self.ledger.highest
         latest |= {highest: remembered[highest]} if highest else {}
-        return self._note_memory.highest() | latest
+        return self._note_memory.highest | latest
 
     # --- what changes it -------------------------------------------------------------------------
 

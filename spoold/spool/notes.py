@@ -34,6 +34,8 @@ class NoteMemory:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._env_ids: dict[NoteName, str] = {}
+        self.highest: dict[int, str] = {}
+        """The env_id of the highest environment of which one is known, by its id."""
 
     def take(self, notes: Iterable[NoteName]) -> None:
         """Take in which notes there are; reads the highest of those that are new."""
@@ -44,26 +46,29 @@ class NoteMemory:
         self._env_ids = {
             note: known[note] if note in known else self._read(note, job) for note in highest
         }
+        self._find_highest()
 
     def add(self, note: NoteName, env_id: str) -> None:
         """Take in a note that was just written."""
         self._env_ids[note] = env_id if len(env_id) <= _MAX_ENV_ID else ""
+        if note.environment >= max(self.highest, default=0):
+            self._find_highest()
         if len(self._env_ids) > 2 * REMEMBERED:
             self.take(list(self._env_ids))
 
     def drop(self, note: NoteName) -> None:
         """Take in that a note was removed."""
         self._env_ids.pop(note, None)
+        self._find_highest()
 
     def remembered(self) -> dict[int, str]:
         """Return env_id by environment id, as far as the notes say it."""
         return {note.environment: env_id for note, env_id in self._env_ids.items() if env_id}
 
-    def highest(self) -> dict[int, str]:
-        """Return the highest of them."""
+    def _find_highest(self) -> None:
         remembered = self.remembered()
         highest = max(remembered, default=0)
-        return {highest: remembered[highest]} if highest else {}
+        self.highest = {highest: remembered[highest]} if highest else {}
 
     def _read(self, note: NoteName, job: str | None) -> str:
         """Return the env_id in a note, "" where it does not say: people write notes, and copy them.
