@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -19,7 +19,7 @@ from spoold.errors import SourceUnavailable, SpooldError, SpoolWriteError
 from spoold.layout import BatchName, RunDir
 from spoold.ledger import Entry
 from spoold.metrics import Durations
-from spoold.model import Note
+from spoold.model import Note, NullReward
 from spoold.policy import GroupPlan, Plan, Unit
 from spoold.sources import Source
 from spoold.spool.inventory import MISSING_ROW, Inventory
@@ -88,7 +88,7 @@ class Delivery:
         plan: Plan | GroupPlan,
         settings: Settings,
         wall: Callable[[], float],
-        env_ids: Callable[[Collection[int]], Mapping[int, str]],
+        source: Callable[[], Source],
     ) -> None:
         self.run = run
         self.lock = lock
@@ -99,7 +99,7 @@ class Delivery:
         self.counts = Counts()
         self.collector = Collector(inventory, settings)
         self._wall = wall
-        self._env_ids = env_ids
+        self._source = source
         self._writer: Writer | None = None
         self._writing: Writing | None = None
         self._in_a_row = 0
@@ -258,7 +258,7 @@ class Delivery:
         Raises SourceUnavailable where it cannot be said whom the note is about.
         """
         if not note.env_id:
-            env_ids = self._env_ids((note.environment,))
+            env_ids = self._source().env_ids((note.environment,))
             note = replace(note, env_id=env_ids.get(note.environment, ""))
         name = write_note(self.run, note, job=job, at=self._wall())
         self.inventory.noted(name, note.env_id)
@@ -304,8 +304,20 @@ class Delivery:
             # They are late at the next reconcile, too.
             log.debug("late members not noted", extra={"fields": {"error": str(error)}})
 
+    def is_complete(self, environment: int) -> bool:
+        """Whether what was offered can be read: it passes the gate, and has its row and reward."""
+        ((_, rows),) = self._source().read((environment,))
+        if not rows:
+            return False
+        if rows[-1].reward is None and self.settings.null_reward is NullReward.WAIT:
+            self.collector.unrewarded.add(environment)
+            return False
+        return True
+
     def note_late(self, environment: int, job: str, now: float) -> None:
-        """Set an environment aside that completed after its group was delivered."""
+        """Set an environment aside that completed after its group was delivered, if it did."""
+        if not self.is_complete(environment):
+            return
         what = "completed after its group was delivered"
         note = Note(environment=environment, env_id="", reason="late", what=what, policy=True)
         self.note(note, job, now)

@@ -19,6 +19,7 @@ from spoold.config import Settings
 from spoold.daemon.collecting import BAD_ROWS
 from spoold.daemon.conditions import Conditions, code_of
 from spoold.daemon.delivery import Delivery
+from spoold.daemon.giving_up import give_up_groups, give_up_missing_rows
 from spoold.daemon.looking import Looking
 from spoold.daemon.notices import ClockWatch, note_spool
 from spoold.daemon.report import Report
@@ -34,10 +35,10 @@ from spoold.errors import (
     SpoolWriteError,
 )
 from spoold.layout import RunDir
-from spoold.model import Look, Note, OnReplaced
+from spoold.model import Look, OnReplaced
 from spoold.policy import Backoff, GroupPlan, Overdue, Plan, pressure
 from spoold.spool import setup
-from spoold.spool.inventory import MISSING_ROW, Inventory
+from spoold.spool.inventory import Inventory
 from spoold.spool.notes import newest_note
 from spoold.spool.publish import Numbers
 from spoold.spool.retire import finish_retirement, retire
@@ -109,7 +110,7 @@ class Daemon:
             plan=self._new_plan(),
             settings=settings,
             wall=self.wall,
-            env_ids=lambda ids: self.looking.source.env_ids(ids),
+            source=lambda: self.looking.source,
         )
         if newest is not None:
             self.delivery.counts.latest_note = LatestNote(
@@ -231,7 +232,7 @@ class Daemon:
         try:
             for look in self.looking.looks(self.inventory, now):
                 self._take(look, now)
-            self._give_up_waiting(now)
+            self._give_up(now)
             self._deliver(now)
         except SourceUnavailable as error:
             self.looking.failed(error, now)
@@ -393,34 +394,15 @@ class Daemon:
                 said = "new rows after delivery are not looked at"
             log.warning(said, extra={"fields": {"environment": environment}})
 
-    def _give_up_waiting(self, now: float) -> None:
-        """Decide about missing rows and groups that waited long enough.
+    def _give_up(self, now: float) -> None:
+        """Decide about what waited long enough.
 
         Not before all of the source was seen: what comes late must not be mistaken for what was
         only out of sight, say while the source could not be read.
         """
-        if not self.looking.has_seen_all:
-            return
-        due = self._overdue.due(now)
-        self._overdue.drop(due)
-        # One whose row turned up in between waits for its group, or for its reward.
-        for environment in BitMap64(due) & self.delivery.missing_rows(self.looking.source):
-            what = f"finished, and no usable row in {self.settings.missing_row_seconds:g} s"
-            note = Note(
-                environment=environment, env_id="", reason=MISSING_ROW, what=what, policy=True
-            )
-            self.delivery.note(note, self.looking.source.job, now)
-        for group in self.plan.give_up(now):
-            for environment in list(group.complete):
-                what = f"its group {group.key} is not whole"
-                note = Note(
-                    environment=environment,
-                    env_id="",
-                    reason="partial-group",
-                    what=what,
-                    policy=True,
-                )
-                self.delivery.note(note, self.looking.source.job, now, group=group.key)
+        if self.looking.has_seen_all:
+            give_up_missing_rows(self.delivery, self.looking.source, self._overdue, now)
+            give_up_groups(self.delivery, self.looking.source, now)
 
     # --- delivering ------------------------------------------------------------------------------
 
@@ -470,7 +452,7 @@ class Daemon:
         for look in self.looking.all_looks(self.inventory, now):
             self._take(look, now)
             self._drain(now)
-        self._give_up_waiting(now)
+        self._give_up(now)
         self._drain(now, lingered=self.settings.linger_seconds)
 
     def _drain(self, now: float, *, lingered: float = 0.0) -> None:
