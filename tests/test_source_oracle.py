@@ -19,6 +19,15 @@ from pyroaring import BitMap64
 from spoold.codec import encode, parse_samples
 from spoold.model import Note, NullReward, ReadyWhen, Sample, Samples, StepRow
 from spoold.sources import Source, open_source
+from tests.support.oddities import (
+    MESSAGES,
+    META,
+    ODD_MESSAGES,
+    ODD_RESPONSES,
+    ODD_REWARDS,
+    RESPONSES,
+    REWARDS,
+)
 from tests.support.oracle import Answer, answers
 from tests.support.rollouts import GENERATIONS, JOB, Rollouts, make_rollouts
 
@@ -91,71 +100,6 @@ def test_every_deliverable_environment_of_a_real_database_comes_out_as_the_oracl
 
 
 # ---- random databases -------------------------------------------------------------------------
-
-META = [
-    {"weight_version": 7},
-    {"weight_version": "12", "event_type": "gateway_inference", "status_code": 200},
-    {"weight_version": "default"},
-    {"weight_version": None},
-    {"event_type": "gateway_session_close"},
-    {"event_type": "episode_summary"},
-    {"event_type": "evaluation_summary"},
-    {"event_type": "gateway_inference", "status_code": 503},
-    {"synthetic_stop": True},
-    {"synthetic_stop": False, "weight_version": 2},
-    "not json {",
-    None,
-    b'{"weight_version": 5, "loss": NaN, "text": "\xff"}',
-]
-MESSAGES = [
-    [{"role": "user", "content": "q"}],
-    [{"role": "user", "content": "数学 \U0001f600"}, {"role": "assistant", "content": "a"}],
-    [],
-    [{"role": "user", "content": "\0", "id": 2**64, "big": -(10**40)}],
-]
-# What nobody can use, or nearly nobody.
-ODD_MESSAGES = [
-    "",
-    " [ ]",
-    "no JSON",
-    "null",
-    "{}",
-    '"text"',
-    "[1]",
-    '[{"role": "user"}, null]',
-    '[{"role": "user", "content": "\\ud800"}]',
-    '[{"role": "user", "content": "\\ud83d\\ude00"}]',
-    '[{"role": "user", "score": NaN}]',
-    '[{"role": "user", "score": -Infinity}]',
-    '[{"role": "user", "content": "a\0b"}]',
-    b'[{"role": "user", "content": "\xff"}]',
-    "[" * 600 + "]" * 600,
-    "[{" + '"a": {' * 600 + "}" * 600 + "}]",
-    '[\n {"role":\r\n "user"}\n]\n',
-]
-RESPONSES = [
-    "",
-    "plain",
-    "nul \0 in it",
-    '{"half": ',
-    '{"role": "assistant", "content": "direct"}',
-    '{"choices": [{"message": {"role": "assistant", "content": null, "tool_calls": []}}]}',
-]
-ODD_RESPONSES = [
-    b"\xff\xfe",
-    '{"no": "role"}',
-    '{"choices": []}',
-    '{"role": "assistant", "content": "\\ud800"}',
-    '{"role": "assistant", "content": "\\udc00\\ud800"}',
-    '{"choices": [{"message": {"role": "assistant", "n": Infinity}}]}',
-    '{"choices": [{"message": {"role": "assistant"}}], "usage": NaN}',
-    json.dumps({"role": "assistant", "n": 2**64 + 1, "m": -(10**40) - 1}),
-    '{"role": "assistant", "content": "\\u0000"}',
-    '{"role": "assistant", "a": ' + '{"b":' * 600 + "1" + "}" * 601,
-    "\ud800".encode("utf-8", "surrogatepass"),
-]
-REWARDS = [None, 0.0, -1.5, 2.0, 7]
-ODD_REWARDS = [math.nan, math.inf, -math.inf, "nan", "0.5x", "", b"\xff", 2.0**63]
 
 
 def mostly(usual: list[Any], odd: list[Any]) -> st.SearchStrategy[Any]:

@@ -140,8 +140,11 @@ def wrong_with(row: sqlite3.Row, reward: Any) -> set[str]:
     else:
         if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
             reasons.add("bad-messages")
+        if depth(messages) > DEEPEST:
+            reasons.add("bad-json")
     try:
-        strict(json.dumps(turn_of(row["response"])).encode())
+        if depth(strict(json.dumps(turn_of(row["response"])).encode())) > DEEPEST:
+            reasons.add("bad-json")
     except ValueError:
         reasons.add("bad-json")
     return reasons
@@ -156,15 +159,13 @@ def is_text(value: bytes | None) -> bool:
 
 
 def strict(data: bytes) -> Any:
-    """JSON that every reader takes: no NaN, no lone surrogate, not too deep."""
+    """JSON that every reader takes: no NaN, no lone surrogate."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(constant)
 
     found = json.loads(data.decode(), parse_constant=refuse)
     json.dumps(found, ensure_ascii=False).encode()
-    if depth(found) > DEEPEST:
-        raise ValueError("too deep")
     return found
 
 
