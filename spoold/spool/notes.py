@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from spoold import fs
-from spoold.errors import SpoolWriteError
+from spoold.errors import ConfigError, SpoolWriteError
 from spoold.layout import NoteName, RunDir
 from spoold.spool.setup import read_source
 
@@ -41,8 +41,7 @@ class NoteMemory:
         """Take in which notes there are; reads the highest of those that are new."""
         highest = heapq.nlargest(REMEMBERED, notes, key=attrgetter("environment"))
         known = self._env_ids
-        tied = read_source(self._run) if highest else None
-        job = tied["job"] if tied is not None else None
+        job = self._job() if highest else None
         self._env_ids = {
             note: known[note] if note in known else self._read(note, job) for note in highest
         }
@@ -69,6 +68,14 @@ class NoteMemory:
         remembered = self.remembered()
         highest = max(remembered, default=0)
         self.highest = {highest: remembered[highest]} if highest else {}
+
+    def _job(self) -> str | None:
+        """Return the job of the run directory; None where that is not known, or not yet."""
+        try:
+            tied = read_source(self._run)
+        except ConfigError:
+            return None  # whoever needs it to deliver says so
+        return tied["job"] if tied is not None else None
 
     def _read(self, note: NoteName, job: str | None) -> str:
         """Return the env_id in a note, "" where it does not say: people write notes, and copy them.
