@@ -70,7 +70,7 @@ ENDS: dict[str, dict[str, Any]] = {
 }
 # As a machine under load has it: every transaction is cut short, every slice is small.
 HURRIED = [
-    (sqlite, "SLICE", 2),
+    (sqlite, "SLICE", 3),
     (sqlite, "_FEW", 1),
     (sqlite, "_SLICE_SECONDS", -1.0),
     (sqlite, "MAX_TRANSACTION_SECONDS", -1.0),
@@ -290,6 +290,15 @@ class Machine(RuleBasedStateMachine):
         self.meanwhile = [act[what], *[lambda: None] * after]
         self.go(seconds)
         self.meanwhile = []
+
+    @rule(group=st.sampled_from(["a", "b", "c", "d"]), restarted=st.booleans())
+    def a_straggler_completes(self, group: str, restarted: bool) -> None:
+        """One more member of a group, when the others were seen."""
+        self.go(0.0)
+        if restarted:
+            self.kill_and_restart()
+        members = [one for one, (_, its) in self.judge.here.items() if its == group]
+        self.live([one for one in members if one not in self.judge.now][:1])
 
     @rule(pick=PICK, completed=st.booleans())
     def evaluate(self, pick: int, completed: bool) -> None:
