@@ -52,6 +52,7 @@ class Judge:
         }
         self.now: dict[int, Answer] = {}
         self.here: dict[int, tuple[str, str]] = {}
+        self.given = 0
         self.right: dict[str, list[Answer]] = {}
         self.were_closed: set[str] = set()
         self.seen: set[str] = set()
@@ -64,6 +65,8 @@ class Judge:
         self.now = answers(database, job=JOB, **self.rules)
         rows = database.execute("SELECT id, env_id, coalesce(group_id, '') FROM job_environments")
         self.here = {one: (env_id, group) for one, env_id, group in rows}
+        query = "SELECT seq FROM sqlite_sequence WHERE name = 'job_environments'"
+        (self.given,) = database.execute(query).fetchone() or (0,)
         for answer in self.now.values():
             right = self.right.setdefault(answer.env_id, [])
             if answer not in right:
@@ -152,6 +155,7 @@ class Judge:
         # Of this database, and nothing of one that was replaced.
         about = [*counts, *((note.environment, note.env_id) for note in notes)]
         assert [m for m in about if self.here.get(m[0], (m[1],))[0] != m[1]] == []
+        assert max((one for one, _ in about), default=0) <= self.given
         done = {one for one, _ in counts} | self.removed_for_good(it)
         aside = {note.environment for note in notes if note.reason != "missing-row"}
         assert len(done | aside) == len(done) + len(aside), "delivered and set aside"

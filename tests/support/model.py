@@ -189,13 +189,19 @@ class Machine(RuleBasedStateMachine):
         if lives:
             self.live(ids[: max(1, count - 1)])
 
-    @rule(picks=PICKS, end=st.sampled_from(sorted(ENDS)), odd=ODD, at_once=st.booleans())
-    def run(self, picks: list[int], end: str, odd: int, at_once: bool) -> None:
+    @rule(
+        picks=PICKS,
+        ends=st.lists(st.sampled_from(sorted(ENDS)), min_size=1, max_size=3),
+        odd=ODD,
+        at_once=st.booleans(),
+    )
+    def run(self, picks: list[int], ends: list[str], odd: int, at_once: bool) -> None:
         """Rows into the writer's buffer, or past it."""
         for environment in self.some(picks):
-            # No time, but never twice.
-            facts = STEP_FACTS[odd] | ENDS[end] | {"created_at": str(uuid.uuid4())}
-            self.buffer.append((environment, facts))
+            for end in ends:
+                # No time, but never twice.
+                facts = STEP_FACTS[odd] | ENDS[end] | {"created_at": str(uuid.uuid4())}
+                self.buffer.append((environment, facts))
         if at_once:
             self.flush()
 
@@ -227,8 +233,12 @@ class Machine(RuleBasedStateMachine):
         with self.writer.together():
             for environment in environments:
                 self.writer.step(environment, created_at=str(uuid.uuid4()))
+                if environment % 2:
+                    self.writer.step(environment, **ENDS["judge"], created_at=str(uuid.uuid4()))
                 facts = {"created_at": str(uuid.uuid4()), **STEP_FACTS[odd]}
                 self.writer.step(environment, **{**ENDS["completed"], **facts})
+                if environment % 3 == 0:
+                    self.writer.step(environment, created_at=str(uuid.uuid4()))
         self.committed()
         self.writer.finish(*environments)
         self.committed()
@@ -412,6 +422,45 @@ class Machine(RuleBasedStateMachine):
             self.writer = open_rollouts(self.database, self.older_generation)
             self.writer.db.execute(f"PRAGMA journal_mode = {self.journal}")
         self.move_on(more, lives)
+
+    @rule(
+        odd=ODD,
+        group=st.sampled_from(["a", "b", "new", ""]),
+        steps=st.integers(0, 5),
+        down=st.booleans(),
+        in_place=st.booleans(),
+        more=st.sampled_from([0, 1, 3, 10, 30]),
+        lives=st.booleans(),
+    )
+    def what_happened_is_undone(
+        self,
+        odd: int,
+        group: str,
+        steps: int,
+        down: bool,
+        in_place: bool,
+        more: int,
+        lives: bool,
+    ) -> None:
+        """Something completes, and the daemon is about it; then an older copy is restored."""
+        self.go(0.0)
+        self.back_up()
+        self.live(self.writer_registers(3, group)[:2], odd)
+        if steps:
+            self.one_step(times=steps)
+        else:
+            self.go(61.0)
+        if down:
+            self.it.kill()
+        self.restores(in_place=in_place, more=more, lives=lives)
+        if down:
+            self.judge.look(self.it)
+            self.restart_anew()
+
+    def writer_registers(self, count: int, group: str) -> list[int]:
+        ids = self.writer.register(count, group=group)
+        self.committed()
+        return ids
 
     def move_on(self, more: int, lives: bool) -> None:
         self.judge.replacements += 1
