@@ -3,7 +3,8 @@
 An entry is one JSON object, `{"environments": [1001, 1002], "env_id": "<env_id of the highest>"}`,
 in a file named by its batch id. Entries whose batch file is gone may be merged into `merged-{n}`,
 `{"roaring64": "<base64 of the portable bitmap>", "remembered": [[id, env_id], …]}`, which keeps the
-highest environment of the last thousand entries.
+highest environment of the last thousand entries, and of all of them the highest: a source that was
+restored from an older copy and moved on has another one at its id.
 """
 
 from __future__ import annotations
@@ -110,14 +111,16 @@ def parse_merged_name(file_name: str) -> int | None:
 class Ledger:
     """All entries and merged files together, as they are on disk.
 
-    `stale` after a withdrawal: `environments` may then hold too much, and is exact again after the
-    entries were read anew. Nothing relies on it being small before that.
+    `highest` is the greatest id in `remembered`, 0 for none. `stale` after a withdrawal:
+    `environments` may then hold too much, and is exact again after the entries were read anew.
+    Nothing relies on it being small before that.
     """
 
     environments: BitMap64 = field(default_factory=BitMap64)
     batches: set[str] = field(default_factory=set)
     merged: set[int] = field(default_factory=set)
     remembered: dict[int, str] = field(default_factory=dict)
+    highest: int = 0
     stale: bool = False
 
     def add(self, batch_id: str, entry: Entry) -> None:
@@ -137,9 +140,9 @@ class Ledger:
         """Keep an environment's env_id, by which a replaced source is noticed."""
         self.remembered.pop(environment, None)
         self.remembered[environment] = env_id
+        self.highest = max(self.highest, environment)
         if len(self.remembered) > 2 * REMEMBERED:
-            for old in list(self.remembered)[:-REMEMBERED]:
-                del self.remembered[old]
+            self.remembered = _latest(self.remembered)
 
     def withdraw(self, batch_ids: Iterable[str]) -> None:
         """Forget the entries of batches that are not in acked/ any more."""
@@ -157,4 +160,14 @@ class Ledger:
             environments.update(entry.environments)
             remembered.pop(entry.highest, None)
             remembered[entry.highest] = entry.env_id
-        return Merged(environments, tuple(remembered.items())[-REMEMBERED:])
+        return Merged(environments, tuple(_latest(remembered).items()))
+
+
+def _latest(remembered: dict[int, str]) -> dict[int, str]:
+    """Return the highest environment, and the thousand that were remembered last."""
+    highest = max(remembered, default=0)
+    return {
+        environment: env_id
+        for place, (environment, env_id) in enumerate(remembered.items(), REMEMBERED)
+        if place >= len(remembered) or environment == highest
+    }

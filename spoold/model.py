@@ -175,6 +175,7 @@ class Ref(NamedTuple):
 class Note:
     """Why an environment is set aside. `rows` are step ids, `excerpt` shows the beginning.
 
+    `env_id` is exact, or "" where it is not at hand.
     `policy`: made by a rule that the operator chose, not by a row that nobody could use.
     """
 

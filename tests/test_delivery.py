@@ -669,3 +669,39 @@ def test_mv_of_a_batch_says_nothing_about_groups(tmp_path: Path, rollouts: Rollo
         it.go()
         assert notes(it.run.root) == [f"env-{one}.late.json" for one in late]
         assert fs.free_bytes(it.run.root) > 0
+
+
+@pytest.mark.parametrize("partial", ["wait", "deliver", "reject"])
+def test_a_member_with_nothing_to_deliver_is_not_counted_in_a_group_that_waits(
+    tmp_path: Path, rollouts: Rollouts, partial: str
+) -> None:
+    empty, slow = rollouts.register(2, group="a")
+    failed = {"event_type": "gateway_inference", "status_code": 500}
+    rollouts.complete(empty, meta=failed)
+    with running(tmp_path, group_size=2, partial_groups=partial, group_timeout_seconds=5000) as it:
+        it.go()
+        assert [list(group.complete) for group in it.daemon.plan.waiting()] == [[empty]]
+        it.go(61.0)
+        assert list(it.daemon.plan.waiting()) == []
+        it.go(601.0)
+        assert notes(it.run.root) == [f"env-{empty}.missing-row.json"]
+        rollouts.complete(slow)
+        rollouts.complete(empty)
+        it.go()
+        assert environments(it.run) == [empty, slow]
+        assert notes(it.run.root) == []
+
+
+def test_what_cannot_be_delivered_is_not_late(tmp_path: Path, rollouts: Rollouts) -> None:
+    complete(rollouts, 2, group="a")
+    (empty,) = rollouts.register(1, group="a")
+    with running(tmp_path, group_size=2) as it:
+        it.go()
+        rollouts.complete(empty, meta={"event_type": "gateway_session_close"})
+        it.go(61.0)
+        it.go(601.0)
+        assert notes(it.run.root) == [f"env-{empty}.missing-row.json"]
+        rollouts.complete(empty)
+        it.go()
+        it.go(2.0)
+        assert notes(it.run.root) == [f"env-{empty}.late.json"]

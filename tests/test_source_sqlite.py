@@ -13,7 +13,7 @@ from pyroaring import BitMap64
 
 from spoold.errors import ConfigError, SourceSchemaError, SourceUnavailable
 from spoold.model import Look, ReadyWhen, Samples
-from spoold.sources import open_source
+from spoold.sources import open_source, sqlite, sqlite_rows
 from spoold.sources.sqlite import SqliteSource
 from tests.support.rollouts import Rollouts, make_rollouts, open_rollouts
 
@@ -352,3 +352,29 @@ def test_a_database_that_appears_later_is_opened_then(path: Path) -> None:
     source.open()
     assert source.job == "job-1"
     source.close()
+
+
+def test_however_slow_the_disk_each_transaction_gets_on_by_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts = made(tmp_path / "rollout.db")
+    (one,) = rollouts.register(1)
+    rollouts.end(one, completed=False)
+    for _ in range(3):
+        rollouts.step(one, meta={"event_type": "episode_summary"})
+    rollouts.finish(one)
+    monkeypatch.setattr(sqlite, "MAX_TRANSACTION_SECONDS", -1.0)
+    monkeypatch.setattr(sqlite_rows, "MAX_TRANSACTION_SECONDS", -1.0)
+    source = opened(tmp_path / "rollout.db")
+    database = source._database
+    assert database is not None
+    begun: list[str] = []
+    database._connection.set_trace_callback(begun.append)  # type: ignore[union-attr]
+
+    def not_for_ever() -> float:
+        assert begun.count("BEGIN") < 50, "it does not get on"
+        return 0.0
+
+    monkeypatch.setattr(sqlite_rows.time, "monotonic", not_for_ever)
+    assert rows_of(source, one) == {one: [1]}
+    assert ids_of(reconciled(source)) == [one]

@@ -76,9 +76,11 @@ def encode(
 
 def _note(unusable: _Unusable, rows: Sequence[StepRow], *, policy: bool = False) -> Note:
     pk = unusable.row.pk
+    env_id = _shown(unusable.row.env_id)
     return Note(
         environment=unusable.row.environment,
-        env_id=_shown(unusable.row.env_id),
+        # By it a replaced source is told: exact, or not at all.
+        env_id="" if "\ufffd" in env_id or len(env_id) == _EXCERPT_CHARACTERS else env_id,
         reason=unusable.reason,
         what=f"row {pk} of session_steps: {unusable.what}",
         rows=(pk, *(row.pk for row in rows if row.pk != pk)),

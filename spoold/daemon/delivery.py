@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pyroaring import BitMap64
@@ -15,11 +15,11 @@ from pyroaring import BitMap64
 from spoold import codec, fs
 from spoold.config import Settings
 from spoold.daemon.collecting import Collected, Collector
-from spoold.errors import SpooldError, SpoolWriteError
+from spoold.errors import SourceUnavailable, SpooldError, SpoolWriteError
 from spoold.layout import BatchName, RunDir
 from spoold.ledger import Entry
 from spoold.metrics import Durations
-from spoold.model import Note
+from spoold.model import Note, NullReward
 from spoold.policy import GroupPlan, Plan, Unit
 from spoold.sources import Source
 from spoold.spool.inventory import MISSING_ROW, Inventory
@@ -88,6 +88,7 @@ class Delivery:
         plan: Plan | GroupPlan,
         settings: Settings,
         wall: Callable[[], float],
+        source: Callable[[], Source],
     ) -> None:
         self.run = run
         self.lock = lock
@@ -98,6 +99,7 @@ class Delivery:
         self.counts = Counts()
         self.collector = Collector(inventory, settings)
         self._wall = wall
+        self._source = source
         self._writer: Writer | None = None
         self._writing: Writing | None = None
         self._in_a_row = 0
@@ -251,14 +253,20 @@ class Delivery:
         return self._writer if self._writer is not None and self._writer.is_ready() else None
 
     def note(self, note: Note, job: str, now: float, *, group: str = "") -> None:
-        """Set an environment aside with a note."""
-        file_name = write_note(self.run, note, job=job, at=self._wall())
-        self.inventory.noted(file_name, note.environment, note.reason)
+        """Set an environment aside with a note.
+
+        Raises SourceUnavailable where it cannot be said whom the note is about.
+        """
+        if not note.env_id:
+            env_ids = self._source().env_ids((note.environment,))
+            note = replace(note, env_id=env_ids.get(note.environment, ""))
+        name = write_note(self.run, note, job=job, at=self._wall())
+        self.inventory.noted(name, note.env_id)
         if note.reason != MISSING_ROW:
             self.plan.lose(note.environment, group, now)
         self.counts.notes[note.reason] += 1
         self.counts.latest_note = LatestNote(
-            environment=note.environment, reason=note.reason, file=file_name
+            environment=note.environment, reason=note.reason, file=name.file_name
         )
         fields = {"environment": note.environment, "reason": note.reason, "what": note.what}
         log.warning("environment set aside", extra={"fields": fields})
@@ -289,11 +297,27 @@ class Delivery:
         }
         log.info("published", extra={"fields": fields})
         self.drop_missing_row_notes(entry.environments)
-        for environment in self.plan.published(collected.units):
-            self.note_late(environment, job, now)
+        try:
+            for environment in self.plan.published(collected.units):
+                self.note_late(environment, job, now)
+        except SourceUnavailable as error:
+            # They are late at the next reconcile, too.
+            log.debug("late members not noted", extra={"fields": {"error": str(error)}})
+
+    def is_complete(self, environment: int) -> bool:
+        """Whether what was offered can be read: it passes the gate, and has its row and reward."""
+        ((_, rows),) = self._source().read((environment,))
+        if not rows:
+            return False
+        if rows[-1].reward is None and self.settings.null_reward is NullReward.WAIT:
+            self.collector.unrewarded.add(environment)
+            return False
+        return True
 
     def note_late(self, environment: int, job: str, now: float) -> None:
-        """Set an environment aside that completed after its group was delivered."""
+        """Set an environment aside that completed after its group was delivered, if it did."""
+        if not self.is_complete(environment):
+            return
         what = "completed after its group was delivered"
         note = Note(environment=environment, env_id="", reason="late", what=what, policy=True)
         self.note(note, job, now)

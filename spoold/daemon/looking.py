@@ -66,6 +66,8 @@ class Looking:
         self._peeks: Iterator[float] = iter(())
         # Since the last hint: whether a look or a peek was made, and whether a peek saw a commit.
         self._has_peeked = self._is_news = False
+        # What the source said, and nobody was told yet: that nothing holds of what was found.
+        self._starts_over = False
         # Rows of delivered environments that were deleted, as far as was noticed.
         self._gone = BitMap64()
         # Until it is known which groups are closed nothing else is looked at.
@@ -140,7 +142,7 @@ class Looking:
         Raises SourceUnavailable, SourceReplaced, and what is wrong for good: SourceSchemaError,
         ConfigError (another job).
         """
-        self.source.open()
+        self._starts_over |= self.source.open()
         self.is_open = True
         shard = str(self.settings.shard)
         setup.tie(self.run, job=self.source.job, url=self.source.url, shard=shard)
@@ -185,6 +187,7 @@ class Looking:
     def looks(self, inventory: Inventory, now: float) -> Iterator[Look]:
         """Yield what is new: of a look, if one is due, and of one slice of a reconcile.
 
+        `went_back` comes alone and first: nothing holds then of what was found before.
         Raises SourceUnavailable, and SourceReplaced when the rows are not those of before.
         """
         if not self.is_open:
@@ -195,6 +198,9 @@ class Looking:
             log.warning("source file replaced", extra={"fields": {"url": self.source.url}})
             self.close()
             self.open(inventory, now)
+        if self._starts_over:
+            self._starts_over = False
+            yield Look(went_back=True)
         if inventory.undelivered:
             self._verify(inventory.remembered(), inventory)
             self._begin(inventory, now, with_groups=True)
@@ -240,7 +246,7 @@ class Looking:
             # RACE: after the look, so that what it has seen is what is verified. Where it is not
             # taken in, a reconcile comes.
             self._verify(inventory.latest(), inventory)
-            if inventory.undelivered:
+            if inventory.undelivered and not look.went_back:
                 return
             self._peeks = iter(() if is_last else self.source.peek_seconds)
             self._pass_on_advice(now)
@@ -250,6 +256,8 @@ class Looking:
                 log.warning("source went back", extra={"fields": {"url": self.source.url}})
                 self._verify(inventory.remembered(), inventory)
                 inventory.undelivered = True
+                yield look
+                self._begin(inventory, now, with_groups=True)
                 return
             yield look
         self._has_peeked = True

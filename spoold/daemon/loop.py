@@ -19,6 +19,7 @@ from spoold.config import Settings
 from spoold.daemon.collecting import BAD_ROWS
 from spoold.daemon.conditions import Conditions, words_of
 from spoold.daemon.delivery import Delivery
+from spoold.daemon.giving_up import give_up_groups, give_up_missing_rows
 from spoold.daemon.looking import Looking
 from spoold.daemon.notices import ClockWatch, TurnedAway, note_spool
 from spoold.daemon.outage import Outage
@@ -34,10 +35,10 @@ from spoold.errors import (
     SpoolWriteError,
 )
 from spoold.layout import RunDir
-from spoold.model import Look, Note, OnReplaced
+from spoold.model import Look, OnReplaced
 from spoold.policy import GroupPlan, Overdue, Plan, pressure
 from spoold.spool import setup
-from spoold.spool.inventory import MISSING_ROW, Inventory
+from spoold.spool.inventory import Inventory
 from spoold.spool.notes import newest_note
 from spoold.spool.publish import Numbers
 from spoold.spool.retire import finish_retirement, retire
@@ -112,6 +113,7 @@ class Daemon:
             plan=self._new_plan(),
             settings=settings,
             wall=self.wall,
+            source=lambda: self.looking.source,
         )
         if newest is not None:
             self.delivery.counts.latest_note = LatestNote(
@@ -131,9 +133,9 @@ class Daemon:
         Where the lock is lost, nothing is touched: it may be another daemon's by now. Nor where a
         sync failed: another one on the same directory would prove nothing.
         """
-        self.looking.close()
         try:
             self.delivery.finish(self.looking.source.job, self.clock())
+            self.looking.close()
             if self.lock.still_held() and not self._is_unknown:
                 self.numbers.give_back()
                 self.report.write(self._end_state, self.looking, self.delivery, self.clock())
@@ -238,10 +240,18 @@ class Daemon:
             return
         if not self._may_read(now):
             self.delivery.rest(self.looking.source.job, now)
+            self.delivery.collector.forget()  # it may be long until it is wanted again
             return
-        self._look(now)
-        self._give_up_waiting(now)
-        self._deliver(now)
+        try:
+            for look in self.looking.looks(self.inventory, now):
+                self._take(look, now)
+            self._give_up(now)
+            self._deliver(now)
+        except SourceUnavailable as error:
+            self.looking.failed(error, now)
+            self.delivery.collector.forget()
+        except SourceReplaced as error:
+            self._retire(error, now)
         self.looking.went_well(now)
 
     def _can_write(self) -> bool:
@@ -338,19 +348,6 @@ class Daemon:
 
     # --- looking ---------------------------------------------------------------------------------
 
-    def _look(self, now: float) -> None:
-        try:
-            for look in self.looking.looks(self.inventory, now):
-                self._take(look, now)
-        except SourceUnavailable as error:
-            self._source_failed(error, now)
-        except SourceReplaced as error:
-            self._retire(error, now)
-
-    def _source_failed(self, error: SourceUnavailable, now: float) -> None:
-        self.looking.failed(error, now)
-        self.delivery.collector.forget()
-
     def _retire(self, error: SourceReplaced, now: float) -> None:
         """Begin anew with a source that was replaced, or end the daemon, as the setting says."""
         if self.settings.on_replaced is OnReplaced.REFUSE:
@@ -363,12 +360,22 @@ class Daemon:
         self.looking.start_over()
         self.inventory = self._new_inventory(self.run)
         self.inventory.load()
+        self._forget_found()
+        self._refresh_at = now
+
+    def _forget_found(self) -> None:
+        """Forget all that is known by its id and was not published: ids mean others now."""
         self.delivery.start_over(self.inventory, self._new_plan())
         self._told_late.clear()
         self._overdue = Overdue(seconds=self.settings.missing_row_seconds)
-        self._refresh_at = now
 
     def _take(self, look: Look, now: float) -> None:
+        if look.went_back:
+            try:
+                # It was read, and verified, before.
+                self.delivery.finish(self.looking.source.job, now)
+            finally:
+                self._forget_found()
         for member in look.members:
             if member.id in self.inventory.set_aside:
                 self.plan.lose(member.id, member.group, now)
@@ -397,26 +404,15 @@ class Daemon:
                 said = "new rows after delivery are not looked at"
             log.warning(said, extra={"fields": {"environment": environment}})
 
-    def _give_up_waiting(self, now: float) -> None:
-        """Decide about missing rows and groups that waited long enough.
+    def _give_up(self, now: float) -> None:
+        """Decide about what waited long enough.
 
         Not before all of the source was seen: what comes late must not be mistaken for what was
         only out of sight, say while the source could not be read.
         """
-        if not self.looking.has_seen_all:
-            return
-        due = self._overdue.due(now)
-        if due:
-            self._overdue.drop(due)
-            # One whose row turned up in between waits for its group, or for its reward.
-            for environment in BitMap64(due) & self.delivery.missing_rows(self.looking.source):
-                what = f"finished, and no usable row in {self.settings.missing_row_seconds:g} s"
-                note = _note(environment, MISSING_ROW, what)
-                self.delivery.note(note, self.looking.source.job, now)
-        for group in self.plan.give_up(now):
-            for environment in list(group.complete):
-                note = _note(environment, "partial-group", f"its group {group.key} is not whole")
-                self.delivery.note(note, self.looking.source.job, now, group=group.key)
+        if self.looking.has_seen_all:
+            give_up_missing_rows(self.delivery, self.looking.source, self._overdue, now)
+            give_up_groups(self.delivery, self.looking.source, now)
 
     # --- delivering ------------------------------------------------------------------------------
 
@@ -426,12 +422,7 @@ class Daemon:
         if not units:
             self.delivery.finish(self.looking.source.job, now)
             return
-        try:
-            self.delivery.deliver(self.looking.source, units, now)
-        except SourceUnavailable as error:
-            self._source_failed(error, now)
-        except SourceReplaced as error:
-            self._retire(error, now)
+        self.delivery.deliver(self.looking.source, units, now)
         self._overdue.keep_out(self.inventory.skip)
 
     # --- once ------------------------------------------------------------------------------------
@@ -471,7 +462,7 @@ class Daemon:
         for look in self.looking.all_looks(self.inventory, now):
             self._take(look, now)
             self._drain(now)
-        self._give_up_waiting(now)
+        self._give_up(now)
         self._drain(now, lingered=self.settings.linger_seconds)
 
     def _drain(self, now: float, *, lingered: float = 0.0) -> None:
@@ -493,8 +484,3 @@ class Daemon:
             "delivered": self.inventory.delivered,
         }
         log.info("done", extra={"fields": fields})
-
-
-def _note(environment: int, reason: str, what: str) -> Note:
-    """Return a note that a setting of the operator makes."""
-    return Note(environment=environment, env_id="", reason=reason, what=what, policy=True)

@@ -162,6 +162,20 @@ class GroupPlan:
         """Yield the groups that have complete members and wait for more."""
         return (group for group in self.open.values() if group.complete and not group.unit)
 
+    def unread(self, before: float) -> tuple[int, ...]:
+        """Return complete members of groups that wait since `before`; each once.
+
+        What is offered is said to be complete by its flags alone. Where nobody reads its rows,
+        since its group is not whole, nobody would ever find out that there is nothing to deliver.
+        """
+        found: list[int] = []
+        for group in self.waiting():
+            if group.since <= before:
+                new = group.complete.keys() - group.read
+                found += new
+                group.read |= new
+        return tuple(sorted(found))
+
     def registered(self, groups: Iterable[str], members: Iterable[Candidate]) -> None:
         """Take in all members of these groups that are registered and not deleted."""
         found: dict[str, set[int]] = {key: set() for key in groups}
@@ -205,6 +219,7 @@ class GroupPlan:
         group = self.open.get(key)
         if group is not None:
             group.complete.pop(environment, None)
+            group.read.discard(environment)
             if environment in group.unit:
                 self._whole.pop(group.unit, None)
                 group.unit = ()

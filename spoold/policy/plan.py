@@ -21,14 +21,16 @@ class Group:
     """The members of one group as far as they are known.
 
     `complete` in order of completion; `lost` have a note; `unit` is what waits to be published.
-    `since` is when a member completed that had not completed before (`seen`). `members` are all
-    that are registered and not deleted, None while nobody asked.
+    `since` is when a member completed that had not completed before (`seen`); `read` are complete
+    members whose rows were read while the group waited. `members` are all that are registered and
+    not deleted, None while nobody asked.
     """
 
     key: str
     since: float
     complete: dict[int, None] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     unit: Unit = ()
     members: frozenset[int] | None = None
@@ -112,6 +114,11 @@ class Plan:
     def waiting(self) -> Iterator[Group]:
         """Yield the groups that wait for members: there are none."""
         return iter(())
+
+    def unread(self, before: float) -> tuple[int, ...]:
+        """Return whom to read while their group waits: without groups, nobody."""
+        del before
+        return ()
 
     def registered(self, groups: Iterable[str], members: Iterable[Candidate]) -> None:
         """Take in who belongs to groups: without groups, nothing."""

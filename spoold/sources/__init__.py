@@ -76,8 +76,11 @@ class Source(Protocol):
     def watched(self) -> Mapping[str, frozenset[str]]:
         """Return the folders, and the names in each, whose changes are hints to look."""
 
-    def open(self) -> None:
+    def open(self) -> bool:
         """Connect, check the schema, pick the job. Opens again when open.
+
+        Returns whether nothing holds any more of what was found before: it is the first time, or
+        the database is not the one that it was, or went back to an older state.
 
         Raises SourceUnavailable when the database, its tables or the job are not there yet,
         SourceSchemaError when it is no rollout database, ConfigError when there are several jobs
@@ -136,8 +139,15 @@ class Source(Protocol):
 
         `remembered`: env_id by environment id. `highest`: the highest id delivered, 0 for none.
         Raises SourceReplaced where an env_id belongs to another row at its id or ids went
-        backwards, SourceUnavailable where there are no environments at all yet. A row that is
-        merely gone is fine; those of `remembered` are returned.
+        backwards, SourceUnavailable where there are no environments at all yet, or where the rows
+        are not those of the last look any more. A row that is merely gone is fine; those of
+        `remembered` are returned.
+        """
+
+    def env_ids(self, ids: Collection[int]) -> Mapping[int, str]:
+        """Return the env_id of each of `ids` that is still there.
+
+        Raises SourceUnavailable where the rows are not those of the last look any more.
         """
 
     def is_verified(self) -> bool:

@@ -17,27 +17,28 @@ def verified(
     where: str,
     *,
     remembered: Mapping[int, str],
-    found: Mapping[int, bytes],
+    found: Mapping[int, str],
     highest: int,
     given: int | None,
 ) -> BitMap64:
     """Return those of `remembered` whose row is gone: that alone is no replacement.
 
-    `remembered` and `found`: env_id by environment id, of what was delivered and of what is there;
-    `highest`: the highest id delivered; `given`: the highest ever given, None where nothing tells.
+    `remembered` and `found`: env_id by environment id, of what was delivered or set aside and of
+    what is there; `highest`: the highest such id; `given`: the highest ever given, None where
+    nothing tells.
     Raises SourceReplaced where ids went backwards or an env_id belongs to another row.
     """
     if given is not None and given < highest:
         raise SourceReplaced(
             f"{where} has given ids up to {given}, and environment {highest} was delivered from "
-            "here",
+            "here, or set aside",
             hint=_HINT,
         )
     for environment, env_id in found.items():
-        if env_id.decode("utf-8", "replace") != remembered[environment]:
+        if env_id != remembered[environment]:
             raise SourceReplaced(
                 f"{where}: environment {environment} is another one than the one that was "
-                "delivered from here",
+                "delivered from here, or set aside",
                 hint=_HINT,
             )
     return BitMap64(remembered.keys() - found.keys())

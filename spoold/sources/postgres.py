@@ -27,7 +27,13 @@ from spoold.policy import WHOLE, Shard
 from spoold.sources.identity import verified
 from spoold.sources.jobs import JOBS_SHOWN, pick_job
 from spoold.sources.postgres_errors import TimedOut, changed_tables
-from spoold.sources.postgres_facts import Facts, missing_indexes, who_holds
+from spoold.sources.postgres_facts import (
+    Facts,
+    env_ids_of,
+    group_of,
+    missing_indexes,
+    who_holds,
+)
 from spoold.sources.postgres_open import Database, Row, array
 from spoold.sources.postgres_rows import RowReader
 from spoold.sources.postgres_schema import Schema, read_schema
@@ -111,10 +117,10 @@ class PostgresSource:
 
     # ---- open and close ------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def open(self) -> bool:
         """Connect, check the schema, pick the job. What was found stays known."""
         self.close()
-        self._connect(may_be_new=True)
+        return self._connect(may_be_new=True)
 
     def close(self) -> None:
         """Disconnect; what was found stays known."""
@@ -122,7 +128,7 @@ class PostgresSource:
             self._database.close()
             self._database = None
 
-    def _connect(self, *, may_be_new: bool) -> None:
+    def _connect(self, *, may_be_new: bool) -> bool:
         database = Database(self._server)
         try:
             schema = self._read_schema(database)
@@ -130,7 +136,8 @@ class PostgresSource:
             job = self._pick_job(database, schema, keep=not is_new)
             ((facts,),) = database.ask(schema.facts)
             found = Facts.of(facts)
-            if is_new or self._facts is None or found.is_below(self._facts):
+            starts_over = is_new or self._facts is None or found.is_below(self._facts)
+            if starts_over:
                 self._may_start_over(may_be_new)
                 self.job = job
                 self._start_over(database, schema, found)
@@ -151,6 +158,7 @@ class PostgresSource:
             samples=self._samples,
         )
         self._seen = self._verified = None
+        return starts_over
 
     def _may_start_over(self, may_be_new: bool) -> None:
         if not may_be_new:
@@ -309,7 +317,7 @@ class PostgresSource:
             elif is_alive:
                 touched.add(environment)
                 if has_ended:
-                    ended[environment] = Candidate(environment, _group(group))
+                    ended[environment] = Candidate(environment, group_of(group))
 
     def _is_mine(self, environment: int, group: bytes | None, env_id: bytes) -> bool:
         return self._share.is_whole or self._share.owns(environment, group, env_id)
@@ -319,7 +327,7 @@ class PostgresSource:
         for at in range(0, len(ids), SLICE):
             wanted = array(ids[at : at + SLICE])
             (rows,) = self._ask("finished_among", ids=wanted, job=self.job)
-            found += [Candidate(environment, _group(group)) for environment, group in rows]
+            found += [Candidate(environment, group_of(group)) for environment, group in rows]
         return found
 
     def _find_holders(self, facts: Facts) -> None:
@@ -402,7 +410,7 @@ class PostgresSource:
         self._try_again(found, finished)
         gone = self._watched.reconciled(first, following, found, skip)
         look = Look(
-            candidates=tuple(Candidate(one, _group(groups[one])) for one in found.candidates),
+            candidates=tuple(Candidate(one, group_of(groups[one])) for one in found.candidates),
             missing=tuple(found.missing),
             gone=gone,
         )
@@ -424,7 +432,7 @@ class PostgresSource:
         while first:
             end = first + SLICE
             (rows,) = self._ask("groups", first=first, end=end)
-            yield tuple(Candidate(one, _group(group)) for one, group in rows if one in ids)
+            yield tuple(Candidate(one, group_of(group)) for one, group in rows if one in ids)
             first = next(ids.iter_equal_or_larger(end), 0)
 
     def members(self, groups: Collection[str]) -> Iterator[tuple[Candidate, ...]]:
@@ -440,7 +448,7 @@ class PostgresSource:
                 job=self.job,
                 groups=wanted,
             )
-            yield tuple(Candidate(one, _group(group)) for one, group in rows)
+            yield tuple(Candidate(one, group_of(group)) for one, group in rows)
             first = following
 
     # ---- rows ----------------------------------------------------------------------------------
@@ -471,10 +479,17 @@ class PostgresSource:
                 hint="spoold waits until it has",
             )
         gone = verified(
-            self.url, remembered=remembered, found=dict(rows), highest=highest, given=given
+            self.url, remembered=remembered, found=env_ids_of(rows), highest=highest, given=given
         )
         self._verified = facts.stamp
         return gone
+
+    def env_ids(self, ids: Collection[int]) -> Mapping[int, str]:
+        """Return the env_id of each of `ids` that is still there."""
+        facts, (rows,) = self._ask_with_facts("env_ids", ids=array(sorted(ids)))
+        if self._facts is not None and facts.is_below(self._facts):
+            raise self._made_anew()
+        return env_ids_of(rows)
 
     def is_verified(self) -> bool:
         """Whether nothing was committed since the last `verify`. One round trip."""
@@ -483,7 +498,3 @@ class PostgresSource:
 
 def _above(ranges: Sequence[tuple[int, int]], done: int) -> list[tuple[int, int]]:
     return [(max(low, done + 1), high) for low, high in ranges if high > done]
-
-
-def _group(group: object) -> str:
-    return group.decode("utf-8", "replace") if isinstance(group, bytes) else ""

@@ -6,10 +6,9 @@ advanced only when a look has come to its end. Everything that a look may miss (
 place on an old row, environments that were quiet for long, rows that were there at `open`) a
 reconcile finds.
 
-Ids that go backwards mean that rows which we have not seen hide below the highest id: then a look
-starts over from what is there now and says so in `Look.went_back`. A database restored from an
-older copy that has grown past our highest id again shows no such thing: `verify` does, by env_id,
-so that it is called before each reconcile.
+Ids that go backwards, or a highest row that is another one now, mean that rows which we have not
+seen hide below the highest id: then a look starts over from what is there and says so in
+`Look.went_back`. Whether it is the database that was delivered from only `verify` can say.
 """
 
 from __future__ import annotations
@@ -30,9 +29,15 @@ from spoold.errors import SourceError, SourceSchemaError, SourceUnavailable
 from spoold.model import Advice, Candidate, Look, ReadyWhen, Samples, StepRow
 from spoold.policy import WHOLE, Shard
 from spoold.sources.identity import verified
-from spoold.sources.jobs import pick_job
 from spoold.sources.share import Share
-from spoold.sources.sqlite_facts import Heights, group_of, heights_of, jobs_of
+from spoold.sources.sqlite_facts import (
+    Heights,
+    be_the_same,
+    env_ids_of,
+    group_of,
+    heights_of,
+    job_of,
+)
 from spoold.sources.sqlite_news import SLICE, News
 from spoold.sources.sqlite_open import Database, FileId, Stamp, connect, file_id
 from spoold.sources.sqlite_rows import MAX_TRANSACTION_SECONDS, RowReader
@@ -129,13 +134,13 @@ class SqliteSource:
 
     # ---- open and close ------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def open(self) -> bool:
         """Connect, check the schema, pick the job. What was found in the same file stays known."""
         self.close()
         if self._schema is None:
             there = (path for path in self._readings if os.path.exists(path))
             self._path = next(there, self._readings[0])
-        self._connect(may_be_new=True)
+        return self._connect(may_be_new=True)
 
     def close(self) -> None:
         """Disconnect; what was found stays known."""
@@ -143,7 +148,7 @@ class SqliteSource:
             self._database.close()
             self._database = None
 
-    def _connect(self, *, may_be_new: bool) -> None:
+    def _connect(self, *, may_be_new: bool) -> bool:
         file = file_id(self._path)
         is_new = file != self._file
         if is_new and self._file is not None:
@@ -159,7 +164,7 @@ class SqliteSource:
         try:
             database = connect(self._path, stale_wal=self._stale_wal)
             try:
-                self._take(database, is_new=is_new)
+                starts_over = self._take(database, is_new=is_new)
             except BaseException:
                 database.close()
                 raise
@@ -168,14 +173,16 @@ class SqliteSource:
         self._database = database
         self._file, self._wal, self._stale_wal = database.id, database.wal_id, None
         self._looked = self._seen = self._verified = None
+        return starts_over
 
-    def _take(self, database: Database, *, is_new: bool) -> None:
+    def _take(self, database: Database, *, is_new: bool) -> bool:
         if not self._share.is_whole:
             database.define(OWNS, lambda *facts: self._share.owns(*facts))
         schema = self._read_schema(database)
+        wanted = self._wanted_job if is_new else self.job or self._wanted_job
         with database.transaction() as connection:
-            job = self._pick_job(connection, schema, keep=not is_new)
-            heights = heights_of(connection, schema)
+            job = job_of(connection, schema, self._path, wanted=wanted, known=self._known_job)
+            heights = heights_of(connection, schema, self._heights)
         self.job = job
         if self.ready_when is ReadyWhen.AUTO:
             # Kept even if a migration changes the column: its old rows were not marked finished.
@@ -189,8 +196,10 @@ class SqliteSource:
             needs_finished=self.ready_when is ReadyWhen.FINISHED,
             samples=self._samples,
         )
-        if is_new or self._heights is None or heights.is_below(self._heights):
+        starts_over = is_new or self._heights is None or heights.went_back(self._heights)
+        if starts_over:
             self._start_over(heights)
+        return starts_over
 
     def _start_over(self, heights: Heights) -> None:
         self._heights = heights
@@ -216,13 +225,6 @@ class SqliteSource:
         if self._schema is None:
             return error
         return SourceUnavailable(error.message, hint=f"waits out a migration; else {error.hint}")
-
-    def _pick_job(self, connection: sqlite3.Connection, schema: Schema, *, keep: bool) -> str:
-        wanted = self.job if keep and self.job else self._wanted_job
-        if wanted is not None and connection.execute(schema.has_job, (wanted,)).fetchone():
-            return wanted
-        jobs = jobs_of(connection, schema)
-        return pick_job(jobs, wanted=wanted, known=self._known_job, where=self._path)
 
     def _connected(self) -> Database:
         """Return the connection, a new one where the last call failed."""
@@ -287,8 +289,8 @@ class SqliteSource:
         )
         # Mostly one transaction; where there is more than one may read, others follow.
         with self._transaction() as (connection, schema):
-            heights = heights_of(connection, schema)
-            went_back = heights.is_below(self._heights)
+            heights = heights_of(connection, schema, self._heights)
+            went_back = heights.went_back(self._heights)
             if not went_back:
                 news.read_on(connection, schema, heights.steps, self._clock())
         while not (went_back or news.is_ended):
@@ -465,17 +467,17 @@ class SqliteSource:
         """Make sure that this is the database that was delivered from; return whose row is gone."""
         stamp = self._connected().stamp()
         with self._transaction() as (connection, schema):
-            heights = heights_of(connection, schema)
+            heights = heights_of(connection, schema, self._heights)
             if not heights.environments:
                 raise SourceUnavailable(
                     f"{self._path} has no environments yet", hint="spoold waits for them"
                 )
-            found: dict[int, bytes] = {}
-            found.update(connection.execute(schema.env_ids, {"ids": str(sorted(remembered))}))
+            found = env_ids_of(connection, schema, remembered)
         given = heights.environments_given if schema.has_sequence else None
         gone = verified(
             self._path, remembered=remembered, found=found, highest=highest, given=given
         )
+        be_the_same(self._path, heights, self._heights)
         self._verified = stamp
         return gone
 
@@ -483,3 +485,11 @@ class SqliteSource:
         """Whether nothing was committed since the last `verify`."""
         database = self._database
         return database is not None and database.is_open and database.stamp() == self._verified
+
+    def env_ids(self, ids: Collection[int]) -> Mapping[int, str]:
+        """Return the env_id of each of `ids` that is still there."""
+        with self._transaction() as (connection, schema):
+            heights = heights_of(connection, schema, self._heights)
+            found = env_ids_of(connection, schema, ids)
+        be_the_same(self._path, heights, self._heights)
+        return found

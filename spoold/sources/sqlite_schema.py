@@ -85,15 +85,18 @@ class Schema:
     next_job = "SELECT min(e.job_id) FROM job_environments AS e WHERE e.job_id > ?"
     first_job = "SELECT min(e.job_id) FROM job_environments AS e"
     has_job = "SELECT 1 FROM job_environments AS e WHERE e.job_id = ? LIMIT 1"
-    highest = (
-        "SELECT (SELECT max(e.id) FROM job_environments AS e),"
-        " (SELECT max(s.id) FROM session_steps AS s), 0, 0"
-    )
-    highest_and_given = highest.replace(
-        "0, 0",
-        "(SELECT max(seq) FROM sqlite_sequence WHERE name = 'job_environments'),"
-        " (SELECT max(seq) FROM sqlite_sequence WHERE name = 'session_steps')",
-    )
+    heights = """
+        SELECT (SELECT q.seq FROM sqlite_sequence AS q WHERE q.name = 'job_environments'),
+            (SELECT q.seq FROM sqlite_sequence AS q WHERE q.name = 'session_steps'),
+            (SELECT max(e.id) FROM job_environments AS e),
+            (SELECT max(s.id) FROM session_steps AS s),
+            (SELECT e.env_id FROM job_environments AS e WHERE e.id = :environment),
+            (SELECT s.session_id FROM session_steps AS s WHERE s.id = :step)"""
+    heights_without_sequence = heights.replace("sqlite_sequence", "(SELECT 0 AS seq, 0 AS name)")
+    # Of a step no more than lies before its messages.
+    owners = """
+        SELECT (SELECT e.env_id FROM job_environments AS e WHERE e.id = :environment),
+            (SELECT s.session_id FROM session_steps AS s WHERE s.id = :step)"""
     env_ids = _sql("SELECT e.id, e.env_id FROM {wanted}")
 
     new_rows = _sql("""

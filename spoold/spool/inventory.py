@@ -21,6 +21,7 @@ from spoold.layout import (
     CORRUPT,
     DUPLICATE,
     BatchName,
+    NoteName,
     Place,
     RunDir,
     State,
@@ -33,6 +34,7 @@ from spoold.policy import Absence
 from spoold.spool import ledgerdir
 from spoold.spool.contents import entry_of
 from spoold.spool.moves import Found, set_aside
+from spoold.spool.notes import NoteMemory
 from spoold.spool.shelves import Pass, Shelves
 from spoold.spool.tally import Tally
 
@@ -80,6 +82,7 @@ class Inventory:
         self.pending_bytes = 0
         self.tally = Tally()
         self._noted: set[str] = set()
+        self._note_memory = NoteMemory(run)
         self._held: dict[str, Held] = {}
         self._todo: dict[str, list[tuple[Place, str]]] = {}
         self._absent: set[str] = set()
@@ -122,16 +125,18 @@ class Inventory:
         return self.skip.max() if self.skip else 0
 
     def remembered(self) -> dict[int, str]:
-        """Return ids of delivered environments with the env_id that each had then."""
-        return dict(self.ledger.remembered)
+        """Return ids of what is delivered or set aside with the env_id that each had then."""
+        return self._note_memory.remembered() | self.ledger.remembered
 
     def latest(self) -> dict[int, str]:
         """Return the highest of them and the last few, for a check that costs next to nothing."""
         remembered = self.ledger.remembered
         latest = dict(islice(reversed(remembered.items()), LATEST))
-        # A copy that is older than the highest one does not know it, or knows it as another.
-        highest = max(remembered, default=0)
-        return latest | ({highest: remembered[highest]} if highest else {})
+        # A copy that is older than the highest one does not know it, or knows it as another; so
+        # with the highest note.
+        highest = self.ledger.highest
+        latest |= {highest: remembered[highest]} if highest else {}
+        return self._note_memory.highest | latest
 
     # --- what changes it -------------------------------------------------------------------------
 
@@ -184,19 +189,21 @@ class Inventory:
         self.pending_bytes += size
         self._deliver(entry)
 
-    def noted(self, file_name: str, environment: int, reason: str) -> None:
+    def noted(self, note: NoteName, env_id: str) -> None:
         """Take in a note that this daemon has just written."""
-        self.shelves.add(Place(State.REJECTED), file_name)
-        self._noted.add(file_name)
-        if reason == MISSING_ROW:
-            self.missing_row_notes[environment] = file_name
+        self.shelves.add(Place(State.REJECTED), note.file_name)
+        self._noted.add(note.file_name)
+        self._note_memory.add(note, env_id)
+        if note.reason == MISSING_ROW:
+            self.missing_row_notes[note.environment] = note.file_name
         else:
-            self.set_aside.add(environment)
-            self.skip.add(environment)
+            self.set_aside.add(note.environment)
+            self.skip.add(note.environment)
 
     def unnoted(self, file_name: str, environment: int) -> None:
         """Take in that this daemon removed a missing-row note: its row turned up."""
         self._noted.discard(file_name)
+        self._note_memory.drop(NoteName(environment=environment, reason=MISSING_ROW))
         self._unlist(Place(State.REJECTED), file_name)
         self.missing_row_notes.pop(environment, None)
 
@@ -452,6 +459,7 @@ class Inventory:
         names = {note.file_name for note in notes}
         removed = self._noted - names
         self._noted = names
+        self._note_memory.take(notes)
         self.missing_row_notes = {
             note.environment: note.file_name for note in notes if note.reason == MISSING_ROW
         }

@@ -186,26 +186,29 @@ class Rollouts:
         step: int | None = None,
         messages: Any = _UNSET,
         response: Any = "4",
-        reward: float | None = None,
+        reward: Any = None,
         step_reward: Any = 0.0,
         meta: Any = _UNSET,
         terminal: bool = False,
         truncated: bool = False,
         completed: bool = False,
-        model: str = "m",
+        model: Any = "m",
         job: Any = _UNSET,
         session: str | None = None,
         created_at: str = CREATED_AT,
     ) -> int:
-        """Add a step row; returns its id. Lists and objects are written as JSON, text as it is."""
+        """Add a step row; returns its id.
+
+        Lists and objects are written as JSON, text as it is; bytes become text whatever they are.
+        """
         query = "SELECT env_id, group_id, job_id FROM job_environments WHERE id = ?"
         env_id, group, own_job = self.db.execute(query, (environment,)).fetchone()
         session = session or env_id
         if step is None:
             query = "SELECT coalesce(max(step_id), 0) + 1 FROM session_steps WHERE session_id = ?"
             (step,) = self.db.execute(query, (session,)).fetchone()
-        if self.generation == "first" and reward is None:
-            reward = 0.0
+        if self.generation == "first" and (reward is None or reward != reward):
+            reward = 0.0  # NOT NULL; a NaN is NULL for SQLite
         values: dict[str, Any] = {
             "session_id": session,
             "step_id": step,
@@ -225,7 +228,8 @@ class Rollouts:
         }
         if self.generation == "newest":
             values["record_id"] = str(uuid.uuid4())
-        marks = ", ".join("?" * len(values))
+        texts = [isinstance(value, bytes) for value in values.values()]
+        marks = ", ".join("CAST(? AS TEXT)" if is_text else "?" for is_text in texts)
         cursor = self.db.execute(
             f"INSERT INTO session_steps ({', '.join(values)}) VALUES ({marks}) RETURNING id",
             tuple(values.values()),
