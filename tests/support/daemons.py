@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,8 +95,11 @@ def start(
     db = chosen.pop("db")
     clock = clock or Clock()
     run = setup.make_run(chosen["run_dir"])
-    lock = setup.lock_run(run)
-    assert lock is not None, "an earlier daemon still runs"
+    # A writer that outlived its daemon holds it for a moment; `spoold run` tries again, too.
+    give_up = time.monotonic() + 30.0
+    while (lock := setup.lock_run(run)) is None:
+        assert time.monotonic() < give_up, "an earlier daemon still runs"
+        time.sleep(0.005)
     daemon = Daemon(
         # Not as an option: there a password would be refused.
         load(None, chosen, {"SPOOLD_DB": db}),
