@@ -235,10 +235,12 @@ def _messages(row: StepRow, max_sample_bytes: int, trusted: bool) -> tuple[bytes
         raise _too_big(row, len(raw), max_sample_bytes)
     # Between the brackets of so many bytes lies something. Where that is no list of objects it is
     # none with a turn appended either: the text before the last bracket is all of one list, or not.
-    trusted = trusted and len(raw) > _FEW_BYTES and raw[0] == 0x5B and raw[-1] == 0x5D
-    is_empty = not trusted and not _parsed(row, raw)
-    # In valid JSON a raw line break is white space: strings must escape theirs.
-    if b"\n" in raw or b"\r" in raw:
+    # A line break is another matter: without it what was broken may be whole, or another number.
+    has_breaks = b"\n" in raw or b"\r" in raw
+    is_list = len(raw) > _FEW_BYTES and raw[0] == 0x5B and raw[-1] == 0x5D
+    is_empty = not (trusted and is_list and not has_breaks) and not _parsed(row, raw)
+    if has_breaks:
+        # In valid JSON a raw line break is white space: strings must escape theirs.
         raw = raw.translate(None, b"\r\n")
     turn = _assistant_turn(row)
     if not turn:

@@ -149,6 +149,7 @@ class Delivery:
             source.verify(self.inventory.latest(), self.inventory.highest_environment)
         for note, group in collected.notes:
             self.note(note, source.job, now, group=group)
+        self.collector.bad_in_a_row = collected.bad_in_a_row
         self.plan.drop(collected.incomplete)
         if collected.samples:
             self._publish(collected, writer, source.job, now)
@@ -158,16 +159,17 @@ class Delivery:
     def _collect(self, source: Source, units: Sequence[Unit], writer: Writer | None) -> Collected:
         """Read a batch. Its messages are looked into here or, if that one has time, by the writer.
 
-        The bytes are the same: what the writer finds unsound is read once more, and becomes notes.
+        The result is the same: what the writer finds unsound is read once more, and becomes notes.
+        So is what has notes already: of messages that nobody has looked into they may be wrong.
         """
-        if writer is None or self._is_careful:
-            return self.collector.collect(source, units)
-        collected = self.collector.collect(source, units, trusted=True)
-        is_behind = self._writing is not None and not writer.has_answered()
-        if (is_behind or not writer.fits(collected.samples)) and not collected.check():
+        if writer is not None and not self._is_careful:
+            collected = self.collector.collect(source, units, trusted=True)
+            is_behind = self._writing is not None and not writer.has_answered()
+            is_theirs = not is_behind and writer.fits(collected.samples)
+            if collected.is_clean and (is_theirs or collected.check()):
+                return collected
             self._is_careful = True
-            return self.collector.collect(source, units)
-        return collected
+        return self.collector.collect(source, units)
 
     def _publish(self, collected: Collected, writer: Writer | None, job: str, now: float) -> None:
         seq = self.numbers.next()
@@ -203,6 +205,7 @@ class Delivery:
             written = writing.writer.finish()
         if written is None:
             self._is_careful = True
+            self.collector.bad_in_a_row = writing.collected.bad_before
             self.numbers.put_back(seq)
             self.plan.restore(units, now)
             return False
