@@ -245,12 +245,17 @@ class Delivery:
     def _ready_writer(self) -> Writer | None:
         """Return the process that writes; None where there is no backlog, or no process yet."""
         self._in_a_row += 1
+        if self._writer is not None and self._writing is None:
+            code = self._writer.exit_code()
+            if code is not None:
+                self._writer.close()
+                self._writer = None
+                _go_on_alone(f"it ended (exit code {code})")
         if self._writer is None and self._in_a_row == BACKLOG_BATCHES:
             try:
                 self._writer = Writer(self.run, self.lock)
             except OSError as error:
-                fields = {"error": str(error)}
-                log.warning("no process to write batches, going on alone", extra={"fields": fields})
+                _go_on_alone(str(error))
         return self._writer if self._writer is not None and self._writer.is_ready() else None
 
     def note(self, note: Note, job: str, now: float, *, group: str = "") -> None:
@@ -311,3 +316,7 @@ class Delivery:
                 self.inventory.unnoted(file_name, environment)
                 fields = {"environment": environment, "note": file_name}
                 log.info("missing row turned up", extra={"fields": fields})
+
+
+def _go_on_alone(why: str) -> None:
+    log.warning("no process to write batches, going on alone", extra={"fields": {"error": why}})
