@@ -24,6 +24,8 @@ from spoold.oserrors import PASSING, doing, failed
 from spoold.reading import (
     Listing,
     free_bytes,
+    holder_of,
+    is_left_behind,
     is_out_of_inodes,
     is_read_only,
     look_up,
@@ -43,6 +45,7 @@ __all__ = [
     "failed",
     "free_bytes",
     "holder_of",
+    "is_left_behind",
     "is_out_of_inodes",
     "is_read_only",
     "lock_is_held",
@@ -484,12 +487,3 @@ def lock_is_held(path: str) -> bool | None:
     finally:
         os.close(fd)
     return False
-
-
-def holder_of(path: str) -> str:
-    """Return who last wrote a lock file, in words ("" where nothing is known)."""
-    try:
-        facts = json.loads(read(path))
-        return f"pid {facts['pid']} on {facts['host']}"
-    except (SpoolWriteError, OSError, ValueError, KeyError, TypeError):
-        return ""

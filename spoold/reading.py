@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from io import BufferedReader, FileIO
 from typing import Final, NamedTuple
 
+from spoold.errors import SpoolWriteError
 from spoold.oserrors import doing
 
 __all__ = [
     "Listing",
     "free_bytes",
+    "holder_of",
+    "is_left_behind",
     "is_out_of_inodes",
     "is_read_only",
     "look_up",
@@ -156,3 +160,34 @@ def is_read_only(path: str) -> bool:
     with contextlib.suppress(OSError), open("/proc/self/mountinfo", "rb") as mounts:
         return any(b"emergency_ro" in line and number in line for line in mounts)
     return False
+
+
+def holder_of(path: str) -> str:
+    """Return who last wrote a lock file, in words ("" where nothing is known)."""
+    pid, host = _holder(path)
+    return f"pid {pid} on {host}" if host else ""
+
+
+def is_left_behind(path: str) -> bool:
+    """Whether who last wrote a lock file ran on this host and runs no more.
+
+    If the lock is held nevertheless, a process holds it that inherited it from that one.
+    """
+    pid, host = _holder(path)
+    if host != os.uname().nodename:
+        return False
+    try:
+        os.kill(pid, 0)  # asks only; /proc may hide the processes of others
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        pass
+    return False
+
+
+def _holder(path: str) -> tuple[int, str]:
+    try:
+        facts = json.loads(read(path))
+        return int(facts["pid"]), str(facts["host"])
+    except (SpoolWriteError, OSError, ValueError, KeyError, TypeError):
+        return 0, ""

@@ -16,6 +16,7 @@ from spoold import __version__, config
 from spoold.errors import SourceUnavailable
 from tests.support import batches
 from tests.support.commands import spoold, spoold_process
+from tests.support.processes import until
 from tests.support.rollouts import make_rollouts
 from tests.support.spools import make_run_dir, put_batch
 
@@ -315,3 +316,18 @@ def test_a_source_that_is_wrong_for_good_ends_run_before_anything_is_made(
     assert len(ran.err.splitlines()) == 1
     assert "rollout.db" in ran.err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_no_file_of_ours_takes_the_place_of_a_standard_stream_that_was_closed(
+    tmp_path: Path,
+) -> None:
+    make_rollouts(tmp_path / "rollouts.db").close()
+    command = [sys.executable, "-m", "spoold", "run", "--db", "rollouts.db", "--run-dir", "run"]
+    process = subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], cwd=tmp_path)
+    try:
+        until((tmp_path / "run/.spoold/status.json").exists, "the daemon to start")
+        streams = [os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in range(3)]
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+    assert streams == [os.devnull] * 3

@@ -130,6 +130,36 @@ class TestGroups:
         plan.offer(members("a", 4), 9.0)
         assert publish(plan, (1, 2, 3)) == (4,)
 
+    def test_what_could_not_be_written_comes_before_what_came_after_it(self) -> None:
+        plan = group_plan(group_size=1, batch_size=2)
+        for one in (3, 1, 2):
+            plan.offer(members(f"g{one}", one), 0.0)
+        plan.take(((3,), (1,)), 0.0)
+        plan.restore(((3,), (1,)), 0.0)
+        assert plan.next_batch(0.0) == ((3,), (1,))
+
+    def test_a_member_that_is_gone_while_it_is_written_does_not_make_up_its_group_anew(
+        self,
+    ) -> None:
+        plan = group_plan(group_size=2, batch_size=1)
+        plan.offer(members("a", 1, 2, 3), 0.0)
+        plan.take(((1, 2),), 0.0)
+        plan.drop((1,))
+        assert plan.next_batch(0.0) == ()
+        assert plan.published(((1, 2),)) == (3,)
+        assert plan.offer(members("a", 4), 0.0) == (4,)
+
+    def test_a_member_that_was_gone_while_it_could_not_be_written_can_be_dropped_then(
+        self,
+    ) -> None:
+        plan = group_plan(group_size=2, batch_size=1)
+        plan.offer(members("a", 1, 2, 3), 0.0)
+        plan.take(((1, 2),), 0.0)
+        plan.drop((1,))
+        plan.restore(((1, 2),), 0.0)
+        plan.drop((1,))
+        assert plan.next_batch(0.0) == ((2, 3),)
+
     def test_a_group_stays_closed_after_a_restart(self) -> None:
         plan = group_plan()
         plan.close("a")

@@ -16,6 +16,7 @@ import pytest
 
 from spoold import daemon, fs
 from spoold.config import Settings, load
+from spoold.daemon.delivery import Delivery
 from spoold.daemon.loop import Daemon
 from spoold.demo.children import Child
 from spoold.errors import ConfigError, SourceSchemaError, SpoolLocked
@@ -178,6 +179,32 @@ def test_a_wrong_database_is_told_by_the_report_of_a_run_directory_in_use_and_ma
     assert said is not None
     assert (said.state, said.reasons[0].code) == ("failed", "source-schema")
     assert manager.heard()[-1] == f"STATUS={said.reasons[0].words}"
+
+
+def test_a_signal_ends_once_after_the_batch_at_hand_and_the_next_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "spoold")
+    place = Place(tmp_path)
+    place.rollouts(12).close()
+    chosen = {"db": str(place.db), "run_dir": str(place.run_dir), "min_free_bytes": "0"}
+    settings = load(None, chosen | {"batch_size": "1"}, {})
+    with monkeypatch.context() as patch:
+        deliver = Delivery.deliver
+
+        def and_stop(self: Delivery, *args: Any) -> None:
+            deliver(self, *args)
+            if self.counts.batches == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        patch.setattr(Delivery, "deliver", and_stop)
+        daemon.run(settings, once=True)
+    assert len(batch_names(place.run_dir, State.PENDING)) == 2
+    events = [record.message for record in caplog.records]
+    assert events[-2:] == ["stopping", "stopped"]
+    assert "done" not in events
+    daemon.run(settings, once=True)
+    assert len(batch_names(place.run_dir, State.PENDING)) == 12
 
 
 def test_a_wrong_job_leaves_the_run_directory_of_another_as_it_is(tmp_path: Path) -> None:

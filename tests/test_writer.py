@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,10 +16,10 @@ import pytest
 from spoold import fs
 from spoold.codec import build_batch, name_batch
 from spoold.daemon import delivery
-from spoold.errors import SpoolLocked, SpoolWriteError
+from spoold.errors import LockLost, SpoolWriteError
 from spoold.layout import RunDir
 from spoold.model import Sample
-from spoold.spool import setup, writer
+from spoold.spool import health, setup, writer
 from spoold.spool.writer import MAX_BYTES, Writer
 from tests.support.batches import sample_line, tree
 from tests.support.beside import beside_at_once, wait_for
@@ -147,7 +148,7 @@ class TestFailures:
         with ready(run, lock) as beside:
             os.unlink(run.lock)
             Path(run.lock).touch()
-            with pytest.raises(SpoolLocked):
+            with pytest.raises(LockLost):
                 write(beside, 1, sample_of(1))
             assert tree(run) == []
 
@@ -213,11 +214,120 @@ class TestItsLife:
         daemon.stdout.close()
         assert fs.lock_is_held(run.lock)
         assert tree(run) == []
+        left = f"a process that pid {daemon.pid} on {os.uname().nodename} left behind"
+        said = str(setup.locked_by(run))
+        assert said.startswith(f"{run.root} is locked: {left} holds its lock; it ends when")
+        assert said.endswith(f"`fuser {run.lock}` finds it")
+        assert health.take(run, now=0.0).holder == left
         ends = os.pidfd_open(pid)
         os.kill(pid, signal.SIGCONT)
         signal_ended(ends)
         assert len(tree(run)) == 1
         assert not fs.lock_is_held(run.lock)
+
+
+class TestItsStart:
+    def test_it_finds_its_modules_where_the_daemon_does_and_no_others(
+        self, tmp_path: Path, run: RunDir
+    ) -> None:
+        stray = tmp_path / "stray"
+        stray.mkdir()
+        for name in ("json", "spoold", "mmap"):
+            (stray / f"{name}.py").write_text("raise SystemExit('a stray module')\n")
+        script = """if True:
+            import sys
+            sys.path.insert(0, sys.argv[2])  # known to nobody else
+            from spoold import fs
+            from spoold.layout import RunDir
+            from spoold.spool.writer import Writer
+            from tests.support.beside import wait_for
+            from tests.test_writer import sample_of, write
+            run = RunDir(sys.argv[1])
+            lock = fs.Lock(run.lock)
+            assert lock.acquire()
+            beside = Writer(run, lock)
+            wait_for(beside)
+            print(write(beside, 1, sample_of(1)))
+            beside.close()
+        """
+        ran = subprocess.run(
+            [sys.executable, "-P", "-c", script, run.root, str(Path(__file__).parent.parent)],
+            cwd=stray,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (ran.stderr, tree(run)) == ("", [f"pending/{ran.stdout.strip()}"])
+
+    def test_what_comes_before_it_is_deaf_leaves_no_traceback_and_does_not_end_it(
+        self, run: RunDir, lock: fs.Lock, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        beside = Writer(run, lock)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            kill(beside, number)
+        wait_for(beside)
+        assert write(beside, 1, sample_of(1)) is not None
+        beside.close()
+        assert capfd.readouterr() == ("", "")
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+    def test_one_that_has_not_started_up_is_not_waited_for(
+        self, run: RunDir, lock: fs.Lock
+    ) -> None:
+        beside = Writer(run, lock)
+        kill(beside, signal.SIGSTOP)
+        beside.close()
+        assert beside.exit_code() == -signal.SIGKILL
+
+    def test_it_needs_no_more_of_python_than_the_oldest_builds_have(
+        self, run: RunDir, lock: fs.Lock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Those of uv and conda, made for a C library of before 2018.
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+        with ready(run, lock) as beside:
+            assert write(beside, 1, sample_of(1)) is not None
+
+    @pytest.mark.parametrize("missing", ["_memory_file", "os.eventfd", "subprocess.Popen"])
+    def test_where_it_cannot_be_had_nothing_stays_open(
+        self, run: RunDir, lock: fs.Lock, monkeypatch: pytest.MonkeyPatch, missing: str
+    ) -> None:
+        def none_left(*_: object, **__: object) -> None:
+            raise OSError(24, "Too many open files")
+
+        monkeypatch.setattr(f"spoold.spool.writer.{missing}", none_left)
+        before = os.listdir("/proc/self/fd")
+        for _ in range(3):
+            with pytest.raises(OSError, match="Too many"):
+                Writer(run, lock)
+        assert os.listdir("/proc/self/fd") == before
+
+    def test_it_comes_and_goes_without_a_trace(self, run: RunDir, lock: fs.Lock) -> None:
+        before = os.listdir("/proc/self/fd")
+        for seq in range(1, 4):
+            with ready(run, lock) as beside:
+                write(beside, seq, sample_of(seq))
+                pid = pid_of(beside)
+            assert not os.path.exists(f"/proc/{pid}")
+        assert os.listdir("/proc/self/fd") == before
+
+    def test_it_works_where_a_thousand_descriptors_are_open(
+        self, run: RunDir, lock: fs.Lock
+    ) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if hard != resource.RLIM_INFINITY and hard < 2048:
+            pytest.skip("no more than a thousand descriptors may be open here")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+        opened: list[int] = []
+        try:
+            while not opened or opened[-1] < 1100:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+            with ready(run, lock) as beside:
+                assert not beside.has_answered()
+                assert write(beside, 1, sample_of(1)) is not None
+        finally:
+            for fd in opened:
+                os.close(fd)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def signal_ended(pidfd: int) -> None:
@@ -313,6 +423,27 @@ class TestABacklog:
             assert environments(it.run) == ids
         said = [r for r in caplog.records if r.message.startswith("no process to write batches")]
         assert len(said) == 1
+
+    def test_where_the_second_process_ends_before_its_first_batch_it_goes_on_alone(
+        self,
+        tmp_path: Path,
+        rollouts: Rollouts,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        def kill_at_once(self: Writer) -> bool:
+            if self.exit_code() is None:
+                kill(self, signal.SIGKILL)
+                self._process.wait()
+            return False
+
+        ids = register(rollouts, 12, {})
+        monkeypatch.setattr(Writer, "is_ready", kill_at_once)
+        with running(tmp_path, batch_size=1) as it:
+            it.go()
+            assert environments(it.run) == ids
+        said = [r for r in caplog.records if r.message.startswith("no process to write batches")]
+        assert [r.fields for r in said] == [{"error": "it ended (exit code -9)"}]  # type: ignore[attr-defined]
 
     def test_the_process_is_there_only_while_there_is_a_backlog(
         self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch

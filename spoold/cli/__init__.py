@@ -93,9 +93,17 @@ def _spoold() -> None:
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
+    _open_standard_streams()
     gc.set_threshold(_GC_THRESHOLD)
     flags: dict[str, bool] = {}
     sys.exit(_run(sys.argv[1:] if args is None else list(args), flags))
+
+
+def _open_standard_streams() -> None:
+    """Let no file of ours become one of them where they were closed: `<&- >&- 2>&-`."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
 
 
 def _run(args: list[str], flags: dict[str, bool]) -> int:

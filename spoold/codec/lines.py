@@ -242,7 +242,7 @@ def _messages(row: StepRow, max_sample_bytes: int, trusted: bool) -> tuple[bytes
         raise _too_big(row, len(raw), max_sample_bytes)
     # Between the brackets of so many bytes lies something. Where that is no list of objects it is
     # none with a turn appended either: the text before the last bracket is all of one list, or not.
-    # Line breaks are found later, too.
+    # Line breaks are found later, too: without them what was broken may be whole, or other numbers.
     trusted = trusted and len(raw) > _FEW_BYTES and raw[0] == 0x5B and raw[-1] == 0x5D
     is_empty = not trusted and not _parsed(row, raw)
     # In valid JSON a raw line break is white space: strings must escape theirs.

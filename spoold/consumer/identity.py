@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable
 from typing import Final
 
 from spoold import fs
-from spoold.errors import ConfigError, ConsumerBusy, ConsumerError, SpoolWriteError
+from spoold.errors import ConfigError, ConsumerBusy, ConsumerError
 from spoold.layout import Place, RunDir, State, is_name
 
 __all__ = ["Identity"]
@@ -109,7 +108,7 @@ class Identity:
     def _busy(self, path: str) -> ConsumerBusy:
         message = f"another process is consumer {self.name} of {self.run.root}"
         holder = fs.holder_of(path)
-        if holder and _is_gone(path):
+        if fs.is_left_behind(path):
             return ConsumerBusy(
                 f"{message}: a process that {holder} left behind holds its lock",
                 hint=f"`fuser {path}` finds it; end it, or give this one another name",
@@ -118,13 +117,3 @@ class Identity:
             message + (f" ({holder})" if holder else ""),
             hint="stop it, or give this one another name",
         )
-
-
-def _is_gone(path: str) -> bool:
-    """Whether the process that last wrote a lock file ran on this host and runs no more."""
-    try:
-        facts = json.loads(fs.read(path))
-        here = facts["host"] == os.uname().nodename
-        return here and not os.path.exists(f"/proc/{int(facts['pid'])}")
-    except (SpoolWriteError, OSError, ValueError, KeyError, TypeError):
-        return False

@@ -76,9 +76,12 @@ def run(
                 try:
                     _insist(problem)
                     if once:
-                        daemon.once()
+                        daemon.once(lambda: bool(signals.stopping))
                     else:
                         _serve(daemon, hints, signals, service, read_again)
+                    if signals.stopping:
+                        fields = {"signal": signal.Signals(signals.stopping[0]).name}
+                        log.info("stopping", extra={"fields": fields})
                 except Exception as error:
                     daemon.failed(error)
                     raise
@@ -179,8 +182,6 @@ def _serve(
         if signals.reload and read_again is not None:
             signals.reload = False
             _reload(daemon, service, read_again)
-    fields = {"signal": signal.Signals(signals.stopping[0]).name}
-    log.info("stopping", extra={"fields": fields})
 
 
 def _reload(daemon: Daemon, service: Service, read_again: Callable[[], Settings]) -> None:

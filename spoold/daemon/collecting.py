@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -34,6 +34,16 @@ class Collected:
     """Closed by its bytes: what did not fit has lingered long enough."""
     is_sound: bool = True
     """Whether it is known that the messages are sound: see `codec.encode`."""
+    is_cut_sound: bool = True
+    """Whether that is known of what did not fit, too."""
+    bad_before: int = 0
+    bad_in_a_row: int = 0
+    """Rows that nobody could use, with no good one between them: before these, and after."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was found out that may be otherwise where messages are looked into."""
+        return not self.notes and not self.incomplete and self.is_cut_sound
 
     def entry(self) -> Entry:
         """Return what the ledger is to say of a batch of these."""
@@ -43,7 +53,7 @@ class Collected:
 
     def check(self) -> bool:
         """See whether the messages are sound."""
-        self.is_sound = all(codec.are_sound(one.line, (one.messages,)) for one in self.samples)
+        self.is_sound = _are_sound(self.samples)
         return self.is_sound
 
 
@@ -54,7 +64,7 @@ class Collector:
         self.inventory = inventory
         self.settings = settings
         self.bad_in_a_row = 0
-        """Rows that nobody could use, with no good one between them."""
+        """Rows that nobody could use, with no good one between them, as far as they have notes."""
         # Complete but for their reward, under `null_reward = wait`.
         self.unrewarded = BitMap64()
         self._carry: tuple[Unit, list[Sample]] | None = None
@@ -68,14 +78,16 @@ class Collector:
 
         `trusted`: the messages are not looked into, somebody else will. Raises SourceUnavailable.
         """
-        into = Collected(is_sound=not trusted)
+        into = Collected(
+            is_sound=not trusted, bad_before=self.bad_in_a_row, bad_in_a_row=self.bad_in_a_row
+        )
         carry, self._carry = self._carry, None
         known = {carry[0]: carry[1]} if carry is not None else {}
         if not self.inventory.skip.isdisjoint(BitMap64([one for unit in units for one in unit])):
             units = self._without_delivered(units, into)
         rows = source.read([one for unit in units if unit not in known for one in unit])
         for unit in units:
-            if self.bad_in_a_row >= BAD_ROWS:
+            if into.bad_in_a_row >= BAD_ROWS:
                 break
             samples = known.get(unit) or self._convert(unit, rows, into, trusted)
             if samples is None:
@@ -83,7 +95,8 @@ class Collector:
             size = sum([len(sample.line) for sample in samples])
             if into.units and into.size_bytes + size > self.settings.batch_bytes:
                 into.is_full = True
-                if not trusted:
+                into.is_cut_sound = not trusted or _are_sound(samples)
+                if into.is_cut_sound:
                     self._carry = (unit, samples)
                 break
             into.units.append(unit)
@@ -131,7 +144,7 @@ class Collector:
                 max_sample_bytes=settings.max_sample_bytes,
                 trusted=trusted,
             )
-            self._count(environment, encoded)
+            self._count(environment, encoded, into)
             if encoded is None:
                 into.incomplete.append(environment)
                 whole = False
@@ -150,16 +163,22 @@ class Collector:
             return None
         return samples
 
-    def _count(self, environment: int, encoded: list[Sample] | Note | None) -> None:
+    def _count(
+        self, environment: int, encoded: list[Sample] | Note | None, into: Collected
+    ) -> None:
         """Count bad rows in a row, and who waits for a reward."""
         if encoded is None:
             self.unrewarded.add(environment)
             return
         self.unrewarded.discard(environment)
         if not isinstance(encoded, Note):
-            self.bad_in_a_row = 0
+            into.bad_in_a_row = 0
         elif not encoded.policy:
-            self.bad_in_a_row += 1
+            into.bad_in_a_row += 1
+
+
+def _are_sound(samples: Iterable[Sample]) -> bool:
+    return all(codec.are_sound(one.line, (one.messages,)) for one in samples)
 
 
 def _too_big(unit: Unit, group: str, size_bytes: int, settings: Settings) -> Iterator[Note]:

@@ -151,6 +151,7 @@ class Delivery:
             source.verify(self.inventory.latest(), self.inventory.highest_environment)
         for note, group in collected.notes:
             self.note(note, source.job, now, group=group)
+        self.collector.bad_in_a_row = collected.bad_in_a_row
         self.plan.drop(collected.incomplete)
         if collected.samples:
             self._publish(collected, writer, source.job, now)
@@ -160,16 +161,17 @@ class Delivery:
     def _collect(self, source: Source, units: Sequence[Unit], writer: Writer | None) -> Collected:
         """Read a batch. Its messages are looked into here or, if that one has time, by the writer.
 
-        The bytes are the same: what the writer finds unsound is read once more, and becomes notes.
+        The result is the same: what the writer finds unsound is read once more, and becomes notes.
+        So is what has notes already: of messages that nobody has looked into they may be wrong.
         """
-        if writer is None or self._is_careful:
-            return self.collector.collect(source, units)
-        collected = self.collector.collect(source, units, trusted=True)
-        is_behind = self._writing is not None and not writer.has_answered()
-        if (is_behind or not writer.fits(collected.samples)) and not collected.check():
+        if writer is not None and not self._is_careful:
+            collected = self.collector.collect(source, units, trusted=True)
+            is_behind = self._writing is not None and not writer.has_answered()
+            is_theirs = not is_behind and writer.fits(collected.samples)
+            if collected.is_clean and (is_theirs or collected.check()):
+                return collected
             self._is_careful = True
-            return self.collector.collect(source, units)
-        return collected
+        return self.collector.collect(source, units)
 
     def _publish(self, collected: Collected, writer: Writer | None, job: str, now: float) -> None:
         seq = self.numbers.next()
@@ -205,6 +207,7 @@ class Delivery:
             written = writing.writer.finish()
         if written is None:
             self._is_careful = True
+            self.collector.bad_in_a_row = writing.collected.bad_before
             self.numbers.put_back(seq)
             self.plan.restore(units, now)
             return False
@@ -244,12 +247,17 @@ class Delivery:
     def _ready_writer(self) -> Writer | None:
         """Return the process that writes; None where there is no backlog, or no process yet."""
         self._in_a_row += 1
+        if self._writer is not None and self._writing is None:
+            code = self._writer.exit_code()
+            if code is not None:
+                self._writer.close()
+                self._writer = None
+                _go_on_alone(f"it ended (exit code {code})")
         if self._writer is None and self._in_a_row == BACKLOG_BATCHES:
             try:
                 self._writer = Writer(self.run, self.lock)
             except OSError as error:
-                fields = {"error": str(error)}
-                log.warning("no process to write batches, going on alone", extra={"fields": fields})
+                _go_on_alone(str(error))
         return self._writer if self._writer is not None and self._writer.is_ready() else None
 
     def note(self, note: Note, job: str, now: float, *, group: str = "") -> None:
@@ -332,3 +340,7 @@ class Delivery:
                 self.inventory.unnoted(file_name, environment)
                 fields = {"environment": environment, "note": file_name}
                 log.info("missing row turned up", extra={"fields": fields})
+
+
+def _go_on_alone(why: str) -> None:
+    log.warning("no process to write batches, going on alone", extra={"fields": {"error": why}})

@@ -76,6 +76,7 @@ class Daemon:
         self._clock_watch = ClockWatch(wall=wall(), now=clock())
         self._turned_away = TurnedAway()
         self._end_state = "stopped"
+        self._is_stopping: Callable[[], bool] = lambda: False
 
     # --- from start to stop ----------------------------------------------------------------------
 
@@ -427,11 +428,12 @@ class Daemon:
 
     # --- once ------------------------------------------------------------------------------------
 
-    def once(self) -> None:
-        """Publish all that is deliverable now; raises what stopped it.
+    def once(self, is_stopping: Callable[[], bool] = lambda: False) -> None:
+        """Publish all that is deliverable now, or until `is_stopping`; raises what stopped it.
 
         One reconcile and one look, without lingering; settles the ledger.
         """
+        self._is_stopping = is_stopping
         now = self.clock()
         self._refresh(now)
         self._moved = None  # nobody gives hints
@@ -449,7 +451,8 @@ class Daemon:
         finally:
             if not self._is_unknown:
                 self._refresh(self.clock())
-        self._say_what_waits()
+        if not is_stopping():
+            self._say_what_waits()
 
     def _publish_all(self, now: float) -> None:
         try:
@@ -462,12 +465,14 @@ class Daemon:
         for look in self.looking.all_looks(self.inventory, now):
             self._take(look, now)
             self._drain(now)
+            if self._is_stopping():
+                return
         self._give_up(now)
         self._drain(now, lingered=self.settings.linger_seconds)
 
     def _drain(self, now: float, *, lingered: float = 0.0) -> None:
         """Publish every batch that is due now, or would be after so many seconds."""
-        while units := self.plan.next_batch(now + lingered):
+        while not self._is_stopping() and (units := self.plan.next_batch(now + lingered)):
             if not self._may_read(now):
                 reason = next(r for r in self.conditions.reasons() if r.code in HOLD_CODES)
                 raise SpoolHeld(reason.text, hint=reason.remedy)

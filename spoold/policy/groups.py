@@ -37,6 +37,7 @@ class GroupPlan:
         self.open: dict[str, Group] = {}
         self.changes = 0
         self._group_of: dict[int, str] = {}
+        self._taken: set[int] = set()
         self._whole: dict[Unit, str] = {}
         self._since: float | None = None
 
@@ -98,16 +99,21 @@ class GroupPlan:
         """Take out what is being written to a batch; what is left begins to linger anew."""
         for unit in units:
             self._whole.pop(unit, None)
+            self._taken.update(unit)
         self._since = now if self._whole else None
 
     def restore(self, units: Iterable[Unit], now: float) -> None:
-        """Put back what was taken: it could not be written."""
-        for unit in units:
-            self._queue(unit, self._group_of.get(unit[0], ""), now)
+        """Put back what was taken, before all others: it could not be written."""
+        self._taken.clear()
+        taken = {unit: self._group_of.get(unit[0], "") for unit in units}
+        self._whole = taken | self._whole
+        if self._since is None:
+            self._since = now
 
     def published(self, units: Iterable[Unit]) -> tuple[int, ...]:
         """Close the groups of what was taken. Returns the members that are late by that."""
         late: list[int] = []
+        self._taken.clear()
         for unit in units:
             key = self._group_of.get(unit[0], "")
             group = self.open.pop(key, None) if key else None
@@ -211,6 +217,10 @@ class GroupPlan:
             self._since = now
 
     def _forget(self, environment: int) -> None:
+        if environment in self._taken:
+            # RACE: it is being written. Deleted meanwhile, it is delivered all the same, or put
+            # back and found gone then; its group must not be made up anew from other members.
+            return
         key = self._group_of.pop(environment, None)
         if key is None:
             return

@@ -110,7 +110,7 @@ def take(run: RunDir, *, now: float) -> Health:
     return Health(
         overview=view,
         running=running is True,
-        holder=fs.holder_of(run.lock) if running else "",
+        holder=_holder(run) if running else "",
         said=said,
         said_problem=problem,
         consumers=consumers,
@@ -118,6 +118,11 @@ def take(run: RunDir, *, now: float) -> Health:
         since={state: view.oldest_since(state) for state in (State.PENDING, State.INFLIGHT)},
         free_bytes=free_bytes,
     )
+
+
+def _holder(run: RunDir) -> str:
+    holder = fs.holder_of(run.lock)
+    return f"a process that {holder} left behind" if fs.is_left_behind(run.lock) else holder
 
 
 def _about_disk(run: RunDir, free_bytes: int, now: float) -> list[Reason]:

@@ -89,6 +89,13 @@ def lock_run(run: RunDir) -> fs.Lock | None:
 def locked_by(run: RunDir) -> SpoolLocked:
     """Return the error that names who holds a run directory."""
     holder = fs.holder_of(run.lock) or "another process"
+    if fs.is_left_behind(run.lock):
+        # Of a daemon that was killed: the process that writes its batches, in the middle of one.
+        return SpoolLocked(
+            f"{run.root} is locked: a process that {holder} left behind holds its lock",
+            hint="it ends when the batch that it began is written, and the next start goes on; "
+            f"`fuser {run.lock}` finds it",
+        )
     return SpoolLocked(
         f"{run.root} is locked: {holder} runs a daemon on it",
         hint="stop that one first, or choose another run directory",

@@ -12,6 +12,8 @@ daemon starts, whatever became of this one. It ends when its pipe does, and on n
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import hashlib
 import json
 import mmap
@@ -25,7 +27,7 @@ from collections.abc import Sequence
 from typing import IO, Any, Final, NamedTuple
 
 from spoold import codec, fs
-from spoold.errors import SpoolLocked, SpoolWriteError
+from spoold.errors import LockLost, SpoolLocked, SpoolWriteError
 from spoold.layout import BatchName, RunDir
 from spoold.model import Sample
 from spoold.spool.publish import publish
@@ -36,6 +38,9 @@ MAX_BYTES: Final = 8 << 20
 _MAX_SAMPLES: Final = 16384
 # For the line of JSON behind the samples: it names two places in each of them.
 _ORDER_BYTES: Final = 1 << 20
+# Whoever stops the daemon stops it, and it ends the writer; a half-written batch helps nobody.
+_DEAF_TO: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_MFD_CLOEXEC: Final = 1
 
 
 class Written(NamedTuple):
@@ -52,34 +57,28 @@ class Writer:
     """
 
     def __init__(self, run: RunDir, lock: fs.Lock) -> None:
-        shared = os.memfd_create("batch")
-        self._bell = os.eventfd(0)
-        try:
-            os.ftruncate(shared, MAX_BYTES + _ORDER_BYTES)
-            self._memory = mmap.mmap(shared, MAX_BYTES + _ORDER_BYTES)
-            # What a module is found by in this process, and nothing else: no stray json.py.
-            path = [] if os.getcwd() in sys.path else ["-P"]
-            inherited = lock.fileno(), shared, self._bell
-            self._process = subprocess.Popen(
-                [sys.executable, *path, "-m", __name__, run.root, *map(str, inherited)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=inherited,
-            )
-        except BaseException:
-            os.close(self._bell)
-            raise
-        finally:
-            os.close(shared)
         self._is_ready = False
+        with contextlib.ExitStack() as on_error:
+            shared = _memory_file()
+            with os.fdopen(shared, "rb"):
+                os.ftruncate(shared, MAX_BYTES + _ORDER_BYTES)
+                self._memory = on_error.enter_context(mmap.mmap(shared, MAX_BYTES + _ORDER_BYTES))
+                self._bell = os.eventfd(0)
+                on_error.callback(os.close, self._bell)
+                self._process = _started(run, lock.fileno(), shared, self._bell)
+            on_error.pop_all()
 
     def is_ready(self) -> bool:
         """Whether it has started up, and has not ended. Does not wait."""
         if self._process.poll() is not None:
             return False
-        if not self._is_ready and select.select([_end(self._process.stdout)], [], [], 0)[0]:
+        if not self._is_ready and self.has_answered():
             self._is_ready = bool(_end(self._process.stdout).readline())
         return self._is_ready
+
+    def exit_code(self) -> int | None:
+        """How it ended, of its own accord or killed; None while it lives."""
+        return self._process.poll()
 
     def fits(self, samples: Sequence[Sample]) -> bool:
         """Whether a batch is small enough."""
@@ -104,7 +103,7 @@ class Writer:
 
     def has_answered(self) -> bool:
         """Whether `finish` would not wait."""
-        return bool(select.select([_end(self._process.stdout)], [], [], 0)[0])
+        return bool(_heard(_end(self._process.stdout).fileno(), wait=False))
 
     def finish(self) -> Written | None:
         """Wait until the batch lies in pending/.
@@ -122,7 +121,7 @@ class Writer:
             )
         said = json.loads(answer)
         if "locked" in said:
-            raise SpoolLocked(**said["locked"])
+            raise LockLost(**said["locked"])
         if "failed" in said:
             raise SpoolWriteError(**said["failed"])
         if "unsound" in said:
@@ -131,6 +130,8 @@ class Writer:
 
     def close(self) -> None:
         """End the process. A batch that it is writing is whole when this returns."""
+        if not self.is_ready():
+            self._process.kill()  # it never began one
         with self._process:
             pass
         self._memory.close()
@@ -142,16 +143,56 @@ def _end(pipe: IO[bytes] | None) -> IO[bytes]:
     return pipe
 
 
+def _memory_file() -> int:
+    """Return a file in memory. `os.memfd_create` is missing in many a Python.
+
+    Those of uv and conda are built for an older C library than the one that is there.
+    """
+    try:
+        fd: int = ctypes.CDLL(None, use_errno=True).memfd_create(b"batch", _MFD_CLOEXEC)
+    except AttributeError as error:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
+    if fd < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return fd
+
+
+def _started(run: RunDir, *inherited: int) -> subprocess.Popen[bytes]:
+    # Modules are found where this process finds them, and nowhere else: no stray json.py.
+    code = f"import sys; sys.path[:] = {sys.path!a}; import {__name__} as w; w.main(*sys.argv[1:])"
+    # What comes until it has made itself deaf waits, and is lost then: no traceback at a Ctrl-C.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF_TO)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", code, run.root, *map(str, inherited)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=inherited,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _heard(*fds: int, wait: bool) -> list[int]:
+    """Return which of these can be read now, or are at their end."""
+    # Not select, which knows no descriptor above 1023: whoever started us may have left many open.
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(None if wait else 0)]
+
+
 def main(root: str, lock: str, shared: str, bell: str) -> None:
     """Publish one batch after another, until nobody is there any more to ask for one."""
-    # Whoever stops the daemon stops it, and it ends the writer; a half-written batch helps nobody.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _DEAF_TO)
     run = RunDir(root)
     held = fs.Lock.inherited(run.lock, int(lock))
     memory = mmap.mmap(int(shared), MAX_BYTES + _ORDER_BYTES, prot=mmap.PROT_READ)
     _say({"ready": True})
-    while int(bell) in select.select([int(bell), sys.stdin], [], [])[0]:
+    while int(bell) in _heard(int(bell), sys.stdin.fileno(), wait=True):
         end = os.eventfd_read(int(bell))
         memory.seek(end)
         order = json.loads(memory.readline())
@@ -181,7 +222,3 @@ def _say(answer: dict[str, Any]) -> None:
     # RACE: a daemon that was killed meanwhile hears no answer; the next one finds the batch.
     with contextlib.suppress(BrokenPipeError):
         os.write(1, json.dumps(answer).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
