@@ -82,6 +82,10 @@ def kill(beside: Writer, number: int) -> None:
     os.kill(pid_of(beside), number)
 
 
+def fits(beside: Writer, samples: list[Sample]) -> bool:
+    return beside.fits(len(samples), sum(len(one.line) for one in samples))
+
+
 def write(beside: Writer, seq: int, *samples: Sample, is_sound: bool = True) -> str | None:
     beside.begin(name_batch(seq, samples, ""), samples, is_sound=is_sound)
     written = beside.finish()
@@ -113,8 +117,8 @@ class TestOneBatch:
         size = MAX_BYTES - len(sample_of(1).line)
         full = [Sample(1, "env-1", 96, 7, b"x" * size), sample_of(2)]
         with ready(run, lock) as beside:
-            assert beside.fits(full)
-            assert not beside.fits([*full, Sample(3, "env-3", 96, 7, b"\n")])
+            assert fits(beside, full)
+            assert not fits(beside, [*full, Sample(3, "env-3", 96, 7, b"\n")])
             name = write(beside, 1, *full)
             assert name is not None
             assert os.stat(f"{run.pending}/{name}").st_size == MAX_BYTES
@@ -123,8 +127,8 @@ class TestOneBatch:
         line = b'{"messages":[{}]}\n'
         samples = [Sample(1, "env-1", 96, 7, line, (12, 16))] * writer._MAX_SAMPLES
         with ready(run, lock) as beside:
-            assert beside.fits(samples)
-            assert not beside.fits([*samples, samples[0]])
+            assert fits(beside, samples)
+            assert not fits(beside, [*samples, samples[0]])
             name = write(beside, 1, *samples, is_sound=False)
             assert name is not None
             assert os.stat(f"{run.pending}/{name}").st_size == len(line) * len(samples)

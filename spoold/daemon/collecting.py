@@ -20,6 +20,8 @@ __all__ = ["BAD_ROWS", "Collected", "Collector"]
 
 BAD_ROWS: Final = 100
 
+_Converted = tuple[list[Sample], int]
+
 
 @dataclass(slots=True)
 class Collected:
@@ -67,7 +69,7 @@ class Collector:
         """Rows that nobody could use, with no good one between them, as far as they have notes."""
         # Complete but for their reward, under `null_reward = wait`.
         self.unrewarded = BitMap64()
-        self._carry: tuple[Unit, list[Sample]] | None = None
+        self._carry: tuple[Unit, _Converted] | None = None
 
     def forget(self) -> None:
         """Forget what was read and not published: the source is not the same any more."""
@@ -89,15 +91,15 @@ class Collector:
         for unit in units:
             if into.bad_in_a_row >= BAD_ROWS:
                 break
-            samples = known.get(unit) or self._convert(unit, rows, into, trusted)
-            if samples is None:
+            converted = known.get(unit) or self._convert(unit, rows, into, trusted)
+            if converted is None:
                 continue
-            size = sum([len(sample.line) for sample in samples])
+            samples, size = converted
             if into.units and into.size_bytes + size > self.settings.batch_bytes:
                 into.is_full = True
                 into.is_cut_sound = not trusted or _are_sound(samples)
                 if into.is_cut_sound:
-                    self._carry = (unit, samples)
+                    self._carry = (unit, converted)
                 break
             into.units.append(unit)
             into.samples += samples
@@ -123,11 +125,11 @@ class Collector:
         rows: Iterator[tuple[int, tuple[StepRow, ...]]],
         into: Collected,
         trusted: bool,
-    ) -> list[Sample] | None:
-        """Return the samples of a unit; None where it cannot be delivered as a whole."""
+    ) -> _Converted | None:
+        """Return the samples of a unit, and how many bytes they are; None where it is not whole."""
         settings = self.settings
         samples: list[Sample] = []
-        group = ""
+        member: StepRow | None = None
         size_bytes = 0
         whole = True
         for wanted in unit:
@@ -137,7 +139,7 @@ class Collector:
                 into.incomplete.append(environment)
                 whole = False
                 continue
-            group = group or _group_of(steps[0])
+            member = steps[0]
             encoded = codec.encode(
                 steps,
                 null_reward=settings.null_reward,
@@ -149,19 +151,20 @@ class Collector:
                 into.incomplete.append(environment)
                 whole = False
             elif isinstance(encoded, Note):
-                into.notes.append((encoded, group))
+                into.notes.append((encoded, _group_of(member)))
                 whole = False
             elif whole:
-                size_bytes += sum(len(sample.line) for sample in encoded)
+                size_bytes += sum([len(sample.line) for sample in encoded])
                 samples += encoded
                 if size_bytes > settings.max_sample_bytes:
                     samples.clear()  # of what is too big no more than this is ever held
         if not whole:
             return None
         if size_bytes > settings.max_sample_bytes:
+            group = _group_of(member)
             into.notes += [(note, group) for note in _too_big(unit, group, size_bytes, settings)]
             return None
-        return samples
+        return samples, size_bytes
 
     def _count(
         self, environment: int, encoded: list[Sample] | Note | None, into: Collected
@@ -189,6 +192,6 @@ def _too_big(unit: Unit, group: str, size_bytes: int, settings: Settings) -> Ite
         yield Note(environment=environment, env_id="", reason="too-big", what=what)
 
 
-def _group_of(row: StepRow) -> str:
-    group = row.group_id
+def _group_of(row: StepRow | None) -> str:
+    group = row.group_id if row is not None else None
     return group.decode(errors="replace") if isinstance(group, bytes) else ""

@@ -167,7 +167,7 @@ class Delivery:
         if writer is not None and not self._is_careful:
             collected = self.collector.collect(source, units, trusted=True)
             is_behind = self._writing is not None and not writer.has_answered()
-            is_theirs = not is_behind and writer.fits(collected.samples)
+            is_theirs = not is_behind and writer.fits(len(collected.samples), collected.size_bytes)
             if collected.is_clean and (is_theirs or collected.check()):
                 return collected
             self._is_careful = True
@@ -180,7 +180,7 @@ class Delivery:
         )
         samples, entry = codec.in_order(collected.samples), collected.entry()
         collected.samples = []
-        if writer is not None and writer.fits(samples):
+        if writer is not None and writer.fits(len(samples), collected.size_bytes):
             name = codec.name_batch(seq, samples, "")
             writer.begin(name, samples, is_sound=collected.is_sound)
             self._writing = Writing(name, entry, collected, writer)

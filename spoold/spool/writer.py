@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import errno
 import hashlib
-import json
 import mmap
 import os
 import select
@@ -25,6 +24,8 @@ import sys
 import time
 from collections.abc import Sequence
 from typing import IO, Any, Final, NamedTuple
+
+import orjson
 
 from spoold import codec, fs
 from spoold.errors import LockLost, SpoolLocked, SpoolWriteError
@@ -80,9 +81,9 @@ class Writer:
         """How it ended, of its own accord or killed; None while it lives."""
         return self._process.poll()
 
-    def fits(self, samples: Sequence[Sample]) -> bool:
-        """Whether a batch is small enough."""
-        return len(samples) <= _MAX_SAMPLES and sum(len(s.line) for s in samples) <= MAX_BYTES
+    def fits(self, samples: int, size_bytes: int) -> bool:
+        """Whether a batch of so many samples and bytes is small enough."""
+        return samples <= _MAX_SAMPLES and size_bytes <= MAX_BYTES
 
     def begin(self, name: BatchName, samples: Sequence[Sample], *, is_sound: bool) -> None:
         """Publish a batch that fits, and whose digest is not known yet, in the background.
@@ -97,7 +98,7 @@ class Writer:
             if not is_sound:
                 places.append((at + sample.messages[0], at + sample.messages[1]))
         facts = {"seq": name.seq, "samples": name.samples, "lo": name.lo, "hi": name.hi}
-        order = json.dumps({"name": facts, "places": places}).encode() + b"\n"
+        order = orjson.dumps({"name": facts, "places": places}) + b"\n"
         self._memory[end : end + len(order)] = order
         os.eventfd_write(self._bell, end)
 
@@ -119,7 +120,7 @@ class Writer:
                 hint="start spoold again: the batch is either whole or not there",
                 state_unknown=True,
             )
-        said = json.loads(answer)
+        said = orjson.loads(answer)
         if "locked" in said:
             raise LockLost(**said["locked"])
         if "failed" in said:
@@ -195,7 +196,7 @@ def main(root: str, lock: str, shared: str, bell: str) -> None:
     while int(bell) in _heard(int(bell), sys.stdin.fileno(), wait=True):
         end = os.eventfd_read(int(bell))
         memory.seek(end)
-        order = json.loads(memory.readline())
+        order = orjson.loads(memory.readline())
         began = time.monotonic()
         if codec.are_sound(memory, order["places"]):
             answer = _publish(run, held, order["name"], memoryview(memory)[:end])
@@ -221,4 +222,4 @@ def _publish(
 def _say(answer: dict[str, Any]) -> None:
     # RACE: a daemon that was killed meanwhile hears no answer; the next one finds the batch.
     with contextlib.suppress(BrokenPipeError):
-        os.write(1, json.dumps(answer).encode() + b"\n")
+        os.write(1, orjson.dumps(answer) + b"\n")
