@@ -54,6 +54,7 @@ class Judge:
         self.here: dict[int, tuple[str, str]] = {}
         self.given = 0
         self.right: dict[str, list[Answer]] = {}
+        self.registered: list[set[str]] = []
         self.were_closed: set[str] = set()
         self.seen: set[str] = set()
         self.replacements = 0
@@ -65,6 +66,7 @@ class Judge:
         self.now = answers(database, job=JOB, **self.rules)
         rows = database.execute("SELECT id, env_id, coalesce(group_id, '') FROM job_environments")
         self.here = {one: (env_id, group) for one, env_id, group in rows}
+        self.registered.append({env_id for env_id, _ in self.here.values()})
         query = "SELECT seq FROM sqlite_sequence WHERE name = 'job_environments'"
         (self.given,) = database.execute(query).fetchone() or (0,)
         for answer in self.now.values():
@@ -76,6 +78,7 @@ class Judge:
         """Take in that the daemon has nothing in its hands: only what is right now counts."""
         self.were_closed = self.closed(it)
         self.right = {answer.env_id: [answer] for answer in self.now.values()}
+        del self.registered[:-1]
 
     def look(self, it: Running) -> None:
         """What came to lie in pending/ and rejected/ was right when it was read."""
@@ -92,6 +95,8 @@ class Judge:
         found: dict[str, list[dict[str, Any]]] = {}
         for sample in samples:
             found.setdefault(sample["extra_info"]["env_id"], []).append(sample)
+        together = [here for here in self.registered if found.keys() <= here]
+        assert together, "a batch of two databases"
         for env_id, lines in found.items():
             right = [answer.samples for answer in self.right.get(env_id, ())]
             assert lines in right, f"published {lines}\nright was {right}"
