@@ -19,6 +19,7 @@ from tests.support.oracle import Answer, answers
 from tests.support.processes import ledger
 
 JOB = "job-1"
+MISSING_ROW_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Judge:
         self.now: dict[int, Answer] = {}
         self.here: dict[int, tuple[str, str]] = {}
         self.given = 0
+        self.missing_since: dict[str, float] = {}
         self.right: dict[str, list[Answer]] = {}
         self.registered: list[set[str]] = []
         self.were_closed: set[str] = set()
@@ -61,9 +63,11 @@ class Judge:
 
     # ---- as it goes ----------------------------------------------------------------------------
 
-    def hear(self, database: sqlite3.Connection) -> None:
+    def hear(self, database: sqlite3.Connection, at: float) -> None:
         """Take in what the database is after a commit."""
         self.now = answers(database, job=JOB, **self.rules)
+        missing = [answer.env_id for answer in self.now.values() if answer.missing]
+        self.missing_since = {env_id: self.missing_since.get(env_id, at) for env_id in missing}
         rows = database.execute("SELECT id, env_id, coalesce(group_id, '') FROM job_environments")
         self.here = {one: (env_id, group) for one, env_id, group in rows}
         self.registered.append({env_id for env_id, _ in self.here.values()})
@@ -105,7 +109,9 @@ class Judge:
         right = self.right.get(note.env_id, [])
         complete = [answer for answer in right if not answer.missing]
         if note.reason == "missing-row":
-            fine = any(answer.missing for answer in right)
+            since = self.missing_since.get(note.env_id, 0.0)
+            fine = it.clock.now - since >= MISSING_ROW_SECONDS
+            fine = fine and any(answer.missing for answer in right)
         elif note.reason == "late":
             closed = self.were_closed | self.closed(it)
             fine = any(answer.group in closed for answer in complete)

@@ -33,7 +33,7 @@ from spoold.consumer import Batch
 from spoold.sources import sqlite, sqlite_open, sqlite_rows
 from tests.support.batches import tree
 from tests.support.daemons import Clock, mv, start
-from tests.support.judge import Judge, is_note
+from tests.support.judge import MISSING_ROW_SECONDS, Judge, is_note
 from tests.support.oddities import ODD_MESSAGES, ODD_RESPONSES, ODD_REWARDS, RESPONSES
 from tests.support.rollouts import JOB, MESSAGES, make_rollouts, open_rollouts
 
@@ -146,7 +146,7 @@ class Machine(RuleBasedStateMachine):
             self.root,
             clock=self.clock,
             job=JOB,
-            missing_row_seconds=300,
+            missing_row_seconds=MISSING_ROW_SECONDS,
             group_timeout_seconds=100,
             **self.facts,
             **self.batch_facts,
@@ -175,7 +175,7 @@ class Machine(RuleBasedStateMachine):
         return sorted({ids[pick % len(ids)] for pick in picks}) if ids else []
 
     def committed(self) -> None:
-        self.judge.hear(self.writer.db)
+        self.judge.hear(self.writer.db, self.clock.now)
 
     @rule(
         count=st.integers(1, 5),
@@ -288,7 +288,7 @@ class Machine(RuleBasedStateMachine):
     @rule(
         picks=PICKS,
         after=st.integers(0, 6),
-        what=st.sampled_from(["completes", "deletes", "finishes", "reruns", "restores"]),
+        what=st.sampled_from(["completes", "deletes", "unfinishes", "reruns", "restores"]),
         seconds=st.sampled_from([0.0, 61.0]),
     )
     def while_the_daemon_looks(
@@ -298,7 +298,7 @@ class Machine(RuleBasedStateMachine):
         act: dict[str, Callable[[], object]] = {
             "completes": lambda: self.live(self.some(picks)),
             "deletes": lambda: (self.writer.delete(*fresh), self.committed()),
-            "finishes": lambda: self.finish(picks=picks),
+            "unfinishes": lambda: (self.writer.finish(*fresh, finished=0), self.committed()),
             "reruns": lambda: self.rerun(pick=len(self.judge.here) - 1, unfinished=False),
             "restores": lambda: self.restores(in_place=True, more=picks[0] % 30, lives=True),
         }
@@ -328,6 +328,16 @@ class Machine(RuleBasedStateMachine):
                 (int(completed), self.writer.env_id(environment)),
             )
             self.committed()
+
+    @rule(completed=st.booleans(), seen=st.booleans())
+    def flags_flip_in_place(self, completed: bool, seen: bool) -> None:
+        (environment,) = self.writer_registers(1, "")
+        self.writer.step(environment, created_at=str(uuid.uuid4()))
+        self.writer.finish(environment)
+        self.committed()
+        if seen:
+            self.go(61.0)
+        self.evaluate(pick=list(self.judge.here).index(environment), completed=completed)
 
     @rule(pick=PICK, unfinished=st.booleans())
     def rerun(self, pick: int, unfinished: bool) -> None:
