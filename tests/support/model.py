@@ -239,8 +239,9 @@ class Machine(RuleBasedStateMachine):
                 self.writer.step(environment, created_at=str(uuid.uuid4()))
                 if environment % 2:
                     self.writer.step(environment, **ENDS["judge"], created_at=str(uuid.uuid4()))
-                facts = {"created_at": str(uuid.uuid4()), **STEP_FACTS[odd]}
-                self.writer.step(environment, **{**ENDS[end], **facts})
+                for _ in range(1 if end == "completed" else 2):
+                    facts = {"created_at": str(uuid.uuid4()), **STEP_FACTS[odd]}
+                    self.writer.step(environment, **{**ENDS[end], **facts})
                 if environment % 3 == 0:
                     self.writer.step(environment, created_at=str(uuid.uuid4()))
         self.committed()
