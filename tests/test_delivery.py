@@ -706,3 +706,21 @@ def test_what_cannot_be_delivered_is_not_late(tmp_path: Path, rollouts: Rollouts
         it.go()
         it.go(2.0)
         assert notes(it.run.root) == [f"env-{empty}.late.json"]
+
+
+def test_groups_written_anew_in_the_middle_of_a_reconcile_are_others(
+    tmp_path: Path, rollouts: Rollouts
+) -> None:
+    complete(rollouts, 2, group="a")
+    with running(tmp_path, group_size=2) as it:
+        it.go()
+        mv(it.run, tree(it.run, "pending")[0], "acked")
+        it.daemon.inventory.undelivered = True
+        it.daemon.step()  # which groups are closed is learnt; to look at everything comes next
+        with rollouts.together():
+            rollouts.db.execute("DELETE FROM session_steps")
+            rollouts.db.execute("DELETE FROM job_environments")
+        anew = complete(rollouts, 2, group="a")
+        it.go()
+        assert environments(it.run, "pending") == anew
+        assert notes(it.run.root) == []

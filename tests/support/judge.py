@@ -19,6 +19,7 @@ from tests.support.oracle import Answer, answers
 from tests.support.processes import ledger
 
 JOB = "job-1"
+MISSING_ROW_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,23 @@ class Judge:
         self.now: dict[int, Answer] = {}
         self.here: dict[int, tuple[str, str]] = {}
         self.given = 0
+        self.missing_since: dict[str, float] = {}
         self.right: dict[str, list[Answer]] = {}
+        self.registered: list[set[str]] = []
         self.were_closed: set[str] = set()
         self.seen: set[str] = set()
         self.replacements = 0
 
     # ---- as it goes ----------------------------------------------------------------------------
 
-    def hear(self, database: sqlite3.Connection) -> None:
+    def hear(self, database: sqlite3.Connection, at: float) -> None:
         """Take in what the database is after a commit."""
         self.now = answers(database, job=JOB, **self.rules)
+        missing = [answer.env_id for answer in self.now.values() if answer.missing]
+        self.missing_since = {env_id: self.missing_since.get(env_id, at) for env_id in missing}
         rows = database.execute("SELECT id, env_id, coalesce(group_id, '') FROM job_environments")
         self.here = {one: (env_id, group) for one, env_id, group in rows}
+        self.registered.append({env_id for env_id, _ in self.here.values()})
         query = "SELECT seq FROM sqlite_sequence WHERE name = 'job_environments'"
         (self.given,) = database.execute(query).fetchone() or (0,)
         for answer in self.now.values():
@@ -76,6 +82,7 @@ class Judge:
         """Take in that the daemon has nothing in its hands: only what is right now counts."""
         self.were_closed = self.closed(it)
         self.right = {answer.env_id: [answer] for answer in self.now.values()}
+        del self.registered[:-1]
 
     def look(self, it: Running) -> None:
         """What came to lie in pending/ and rejected/ was right when it was read."""
@@ -92,6 +99,8 @@ class Judge:
         found: dict[str, list[dict[str, Any]]] = {}
         for sample in samples:
             found.setdefault(sample["extra_info"]["env_id"], []).append(sample)
+        together = [here for here in self.registered if found.keys() <= here]
+        assert together, "a batch of two databases"
         for env_id, lines in found.items():
             right = [answer.samples for answer in self.right.get(env_id, ())]
             assert lines in right, f"published {lines}\nright was {right}"
@@ -100,7 +109,9 @@ class Judge:
         right = self.right.get(note.env_id, [])
         complete = [answer for answer in right if not answer.missing]
         if note.reason == "missing-row":
-            fine = any(answer.missing for answer in right)
+            since = self.missing_since.get(note.env_id, 0.0)
+            fine = it.clock.now - since >= MISSING_ROW_SECONDS
+            fine = fine and any(answer.missing for answer in right)
         elif note.reason == "late":
             closed = self.were_closed | self.closed(it)
             fine = any(answer.group in closed for answer in complete)

@@ -33,7 +33,7 @@ from spoold.consumer import Batch
 from spoold.sources import sqlite, sqlite_open, sqlite_rows
 from tests.support.batches import tree
 from tests.support.daemons import Clock, mv, start
-from tests.support.judge import Judge, is_note
+from tests.support.judge import MISSING_ROW_SECONDS, Judge, is_note
 from tests.support.oddities import ODD_MESSAGES, ODD_RESPONSES, ODD_REWARDS, RESPONSES
 from tests.support.rollouts import JOB, MESSAGES, make_rollouts, open_rollouts
 
@@ -146,7 +146,7 @@ class Machine(RuleBasedStateMachine):
             self.root,
             clock=self.clock,
             job=JOB,
-            missing_row_seconds=300,
+            missing_row_seconds=MISSING_ROW_SECONDS,
             group_timeout_seconds=100,
             **self.facts,
             **self.batch_facts,
@@ -175,7 +175,7 @@ class Machine(RuleBasedStateMachine):
         return sorted({ids[pick % len(ids)] for pick in picks}) if ids else []
 
     def committed(self) -> None:
-        self.judge.hear(self.writer.db)
+        self.judge.hear(self.writer.db, self.clock.now)
 
     @rule(
         count=st.integers(1, 5),
@@ -223,20 +223,25 @@ class Machine(RuleBasedStateMachine):
         self.writer.finish(*self.some(picks))
         self.committed()
 
-    @rule(picks=PICKS, odd=ODD)
-    def complete_some(self, picks: list[int], odd: int) -> None:
+    @rule(
+        picks=PICKS,
+        odd=ODD,
+        end=st.sampled_from(["completed"] * 3 + ["unrewarded", "truncated", "sealed"]),
+    )
+    def complete_some(self, picks: list[int], odd: int, end: str) -> None:
         """The usual way: rows of a whole session at once, then finished."""
-        self.live(self.some(picks), odd)
+        self.live(self.some(picks), odd, end)
 
-    def live(self, environments: Iterable[int], odd: int = 0) -> None:
+    def live(self, environments: Iterable[int], odd: int = 0, end: str = "completed") -> None:
         environments = list(environments)
         with self.writer.together():
             for environment in environments:
                 self.writer.step(environment, created_at=str(uuid.uuid4()))
                 if environment % 2:
                     self.writer.step(environment, **ENDS["judge"], created_at=str(uuid.uuid4()))
-                facts = {"created_at": str(uuid.uuid4()), **STEP_FACTS[odd]}
-                self.writer.step(environment, **{**ENDS["completed"], **facts})
+                for _ in range(1 if end == "completed" else 2):
+                    facts = {"created_at": str(uuid.uuid4()), **STEP_FACTS[odd]}
+                    self.writer.step(environment, **{**ENDS[end], **facts})
                 if environment % 3 == 0:
                     self.writer.step(environment, created_at=str(uuid.uuid4()))
         self.committed()
@@ -254,9 +259,10 @@ class Machine(RuleBasedStateMachine):
         """
         while self.comes_to_rest([0.0]):
             pass
-        ids = self.writer.register(2, group="")
-        self.committed()
+        ids = self.writer_registers(2, "")
         self.go(0.0)
+        if self.it.daemon.conditions.holds(["source-unavailable"]):
+            return  # it is tried again, later
         if how in ("rows before", "a restart between"):
             with self.writer.together():
                 for environment in ids:
@@ -283,7 +289,7 @@ class Machine(RuleBasedStateMachine):
     @rule(
         picks=PICKS,
         after=st.integers(0, 6),
-        what=st.sampled_from(["completes", "flushes", "finishes", "reruns", "restores"]),
+        what=st.sampled_from(["completes", "deletes", "unfinishes", "reruns", "restores"]),
         seconds=st.sampled_from([0.0, 61.0]),
     )
     def while_the_daemon_looks(
@@ -291,12 +297,14 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         """The writer commits between two transactions of one look."""
         act: dict[str, Callable[[], object]] = {
-            "completes": lambda: self.complete_some(odd=0, picks=picks),
-            "flushes": self.flush,
-            "finishes": lambda: self.finish(picks=picks),
-            "reruns": lambda: self.rerun(pick=picks[0], unfinished=False),
+            "completes": lambda: self.live(self.some(picks)),
+            "deletes": lambda: (self.writer.delete(*fresh), self.committed()),
+            "unfinishes": lambda: (self.writer.finish(*fresh, finished=0), self.committed()),
+            "reruns": lambda: self.rerun(pick=len(self.judge.here) - 1, unfinished=False),
             "restores": lambda: self.restores(in_place=True, more=picks[0] % 30, lives=True),
         }
+        fresh = self.writer_registers(2, "")
+        self.live(fresh)
         self.meanwhile = [act[what], *[lambda: None] * after]
         self.go(seconds)
         self.meanwhile = []
@@ -321,6 +329,16 @@ class Machine(RuleBasedStateMachine):
                 (int(completed), self.writer.env_id(environment)),
             )
             self.committed()
+
+    @rule(completed=st.booleans(), seen=st.booleans())
+    def flags_flip_in_place(self, completed: bool, seen: bool) -> None:
+        (environment,) = self.writer_registers(1, "")
+        self.writer.step(environment, created_at=str(uuid.uuid4()))
+        self.writer.finish(environment)
+        self.committed()
+        if seen:
+            self.go(61.0)
+        self.evaluate(pick=list(self.judge.here).index(environment), completed=completed)
 
     @rule(pick=PICK, unfinished=st.booleans())
     def rerun(self, pick: int, unfinished: bool) -> None:
@@ -456,6 +474,8 @@ class Machine(RuleBasedStateMachine):
         if down:
             self.judge.look(self.it)
             self.restart_anew()
+        if more < 3:
+            self.everything_complete_is_delivered_once()
 
     def writer_registers(self, count: int, group: str) -> list[int]:
         ids = self.writer.register(count, group=group)
@@ -473,7 +493,7 @@ class Machine(RuleBasedStateMachine):
             ids += self.writer.register(2, group="b")
         self.committed()
         if lives:
-            self.live(ids[more // 2 :])
+            self.live(ids)
 
     def remove_database(self) -> None:
         self.writer.close()
