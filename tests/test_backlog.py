@@ -23,7 +23,7 @@ from tests.support.daemons import environments, running
 from tests.support.rollouts import Rollouts, make_rollouts
 
 QUICK = range(8)
-MANY = range(100, 300)
+MANY = range(100, 160)
 LONG = b"x" * 80
 BROKEN = b'[{"role": "user", "content": "' + LONG + b'"},]'
 
