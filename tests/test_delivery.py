@@ -724,3 +724,16 @@ def test_groups_written_anew_in_the_middle_of_a_reconcile_are_others(
         it.go()
         assert environments(it.run, "pending") == anew
         assert notes(it.run.root) == []
+
+
+def test_what_is_deleted_before_there_is_room_for_it_is_not_delivered(
+    tmp_path: Path, rollouts: Rollouts
+) -> None:
+    first, second, third = complete(rollouts, 3)
+    with running(tmp_path, batch_size=1, max_pending_batches=1) as it:
+        it.go()
+        assert environments(it.run) == [first]
+        rollouts.delete(second)
+        mv(it.run, tree(it.run, "pending")[0], "acked")
+        it.go()
+        assert environments(it.run) == [first, third]

@@ -261,6 +261,29 @@ def test_a_row_that_did_not_fit_is_not_published_for_a_database_that_lacks_it(
 
 
 @RESTORES
+def test_a_row_that_did_not_fit_is_forgotten_when_its_database_is(
+    tmp_path: Path, rollouts: Rollouts, restore: Callable[[Rollouts, Path], Rollouts]
+) -> None:
+    complete(rollouts)
+    back_up(rollouts, tmp_path)
+    complete(rollouts)
+    it = start(tmp_path, batch_bytes=800)
+    it.daemon.step()
+    while not env_ids(it):
+        it.daemon.step()
+    assert env_ids(it) == [rollouts.env_id(1)]  # the second was read, and comes next
+    rollouts = restore(rollouts, tmp_path)
+    others = complete(rollouts, 8)
+    it.daemon.hint(source=True, spool=True)
+    mine = {rollouts.env_id(one) for one in (1, *others)}
+    for _ in range(30):
+        it.daemon.step()
+        assert set(env_ids(it)) <= mine
+    it.kill()
+    rollouts.close()
+
+
+@RESTORES
 def test_a_group_is_not_made_of_members_of_two_databases(
     tmp_path: Path, rollouts: Rollouts, restore: Callable[[Rollouts, Path], Rollouts]
 ) -> None:

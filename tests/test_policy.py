@@ -119,6 +119,13 @@ class TestGroups:
         assert plan.next_batch(1.0) == ((7, 8, 9),)
         assert publish(plan, (7, 8, 9)) == (1,)
 
+    def test_where_one_of_the_first_is_bad_the_next_to_complete_makes_the_group_up(self) -> None:
+        plan = group_plan(group_size=2, batch_size=1)
+        plan.offer(members("a", 9, 8, 7, 6), 0.0)
+        plan.drop((9,))
+        assert plan.next_batch(0.0) == ((7, 8),)
+        assert publish(plan, (7, 8)) == (6,)
+
     def test_a_group_that_could_not_be_written_is_due_again_and_not_closed(self) -> None:
         plan = group_plan(batch_size=1)
         plan.offer(members("a", 1, 2, 3), 0.0)
