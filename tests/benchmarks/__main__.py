@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if unknown := set(chosen.piece) - PIECES.keys():
         parser.error(f"no such piece: {', '.join(sorted(unknown))}; there are {', '.join(PIECES)}")
+    if chosen.folder is not None:
+        chosen.folder.mkdir(parents=True, exist_ok=True)
     figures: list[Figure] = []
     lines: list[Line] = []
     for name in chosen.piece or PIECES:
