@@ -30,7 +30,6 @@ from spoold.sources.postgres_errors import TimedOut, changed_tables
 from spoold.sources.postgres_facts import (
     Facts,
     env_ids_of,
-    group_of,
     missing_indexes,
     who_holds,
 )
@@ -40,7 +39,7 @@ from spoold.sources.postgres_schema import Schema, read_schema
 from spoold.sources.postgres_url import facts_of, without_secrets
 from spoold.sources.share import Share
 from spoold.sources.unseen import Unseen
-from spoold.sources.watched import Found, Watched
+from spoold.sources.watched import Found, Watched, group_of
 
 __all__ = ["PostgresSource"]
 
@@ -394,37 +393,20 @@ class PostgresSource:
         if not needs_finished and (ids_with_rows := [row[0] for row in rows if row[4]]):
             (found_ended,) = self._ask("ended_among", ids=array(ids_with_rows), job=self.job)
             ended.update(one for (one,) in found_ended)
-        groups: dict[int, object] = {}
-        found, finished = Found(), BitMap64()
+        found = Found()
         for environment, group, _, is_finished, has_rows in rows:
-            groups[environment] = group
-            if is_finished:
-                finished.add(environment)
-            if not has_rows:
-                found.missing.add(environment)
-            elif environment in ended or (is_finished and needs_finished):
-                found.candidates.add(environment)
-            else:
-                found.running.add(environment)
-        found.missing |= found.running & finished
-        self._try_again(found, finished)
+            found.add(
+                environment,
+                group,
+                is_finished=bool(is_finished),
+                has_rows=bool(has_rows),
+                is_ready=bool(is_finished) if needs_finished else environment in ended,
+            )
+        assert self._reader is not None
+        if tried := self._watched.tried & found.candidates:
+            found.cannot_use(tried - self._reader.usable(list(tried)))
         gone = self._watched.reconciled(first, following, found, skip)
-        look = Look(
-            candidates=tuple(Candidate(one, group_of(groups[one])) for one in found.candidates),
-            missing=tuple(found.missing),
-            gone=gone,
-        )
-        return look, following
-
-    def _try_again(self, found: Found, finished: BitMap64) -> None:
-        """Take out of the candidates those that had no usable row and have none now."""
-        tried = self._watched.tried & found.candidates
-        if tried:
-            assert self._reader is not None
-            unusable = tried - self._reader.usable(list(tried))
-            found.candidates -= unusable
-            found.unusable |= unusable
-            found.missing |= unusable & finished
+        return found.look(gone=gone), following
 
     def groups(self, ids: BitMap64) -> Iterator[tuple[Candidate, ...]]:
         """Return the group of each of `ids` that has one and is still there, slice by slice."""

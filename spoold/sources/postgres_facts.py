@@ -11,7 +11,7 @@ from spoold.sources.postgres_open import Row
 from spoold.sources.postgres_schema import Schema
 from spoold.sources.unseen import Snapshot
 
-__all__ = ["Facts", "env_ids_of", "group_of", "missing_indexes", "who_holds"]
+__all__ = ["Facts", "env_ids_of", "missing_indexes", "who_holds"]
 
 _MANY_ROWS: Final = 10_000
 
@@ -90,8 +90,3 @@ def missing_indexes(schema: Schema) -> Iterator[Advice]:
 def env_ids_of(rows: Sequence[Row]) -> dict[int, str]:
     """Return env_id by environment id, as the query `env_ids` gives them."""
     return {one: env_id.decode("utf-8", "replace") for one, env_id in rows}
-
-
-def group_of(group: object) -> str:
-    """Return a group id as it was read, "" where there is none."""
-    return group.decode("utf-8", "replace") if isinstance(group, bytes) else ""

@@ -34,7 +34,6 @@ from spoold.sources.sqlite_facts import (
     Heights,
     be_the_same,
     env_ids_of,
-    group_of,
     heights_of,
     job_of,
 )
@@ -42,7 +41,7 @@ from spoold.sources.sqlite_news import SLICE, News
 from spoold.sources.sqlite_open import Database, FileId, Stamp, connect, file_id
 from spoold.sources.sqlite_rows import MAX_TRANSACTION_SECONDS, RowReader
 from spoold.sources.sqlite_schema import OWNS, Schema, read_schema
-from spoold.sources.watched import Found, Watched
+from spoold.sources.watched import Found, Watched, group_of
 
 __all__ = ["SqliteSource"]
 
@@ -340,9 +339,7 @@ class SqliteSource:
 
     def _reconcile_slice(self, first: int, end: int, skip: BitMap64) -> tuple[Look, int]:
         """Return what is in a slice, and where the next one begins."""
-        groups: dict[int, object] = {}
         found = Found()
-        finished = BitMap64()
         needs_finished = self.ready_when is ReadyWhen.FINISHED
         rows, next_first = self._registered(first, end, skip)
         rows = [row for row in rows if row[0] not in skip]
@@ -353,24 +350,18 @@ class SqliteSource:
                 rows = [row for row in rows if row[0] <= upto]
                 next_first = upto + 1
         for environment, group, is_finished, has_rows in rows:
-            groups[environment] = group
-            if is_finished:
-                finished.add(environment)
-            if not has_rows:
-                found.missing.add(environment)
-            elif environment in ended or (is_finished and needs_finished):
-                found.candidates.add(environment)
-            else:
-                found.running.add(environment)
-        found.missing |= found.running & finished
-        self._try_again(found, finished)
+            found.add(
+                environment,
+                group,
+                is_finished=bool(is_finished),
+                has_rows=bool(has_rows),
+                is_ready=bool(is_finished) if needs_finished else environment in ended,
+            )
+        assert self._reader is not None
+        tried = self._watched.tried & found.candidates
+        found.cannot_use(BitMap64([one for one in tried if not self._reader.is_usable(one)]))
         gone = self._watched.reconciled(first, next_first, found, skip)
-        look = Look(
-            candidates=tuple(Candidate(one, group_of(groups[one])) for one in found.candidates),
-            missing=tuple(found.missing),
-            gone=gone,
-        )
-        return look, next_first
+        return found.look(gone=gone), next_first
 
     def _registered(
         self, first: int, end: int, skip: BitMap64
@@ -416,16 +407,6 @@ class SqliteSource:
                     at += _FEW
                 cursor.close()
         return ended, None
-
-    def _try_again(self, found: Found, finished: BitMap64) -> None:
-        """Take out of the candidates those that had no usable row and have none now."""
-        assert self._reader is not None
-        for environment in self._watched.tried & found.candidates:
-            if not self._reader.is_usable(environment):
-                found.candidates.discard(environment)
-                found.unusable.add(environment)
-                if environment in finished:
-                    found.missing.add(environment)
 
     def groups(self, ids: BitMap64) -> Iterator[tuple[Candidate, ...]]:
         """Return the group of each of `ids` that has one and is still there, slice by slice."""

@@ -10,7 +10,7 @@ from spoold.errors import SourceUnavailable
 from spoold.sources.jobs import JOBS_SHOWN, pick_job
 from spoold.sources.sqlite_schema import Schema
 
-__all__ = ["Heights", "be_the_same", "env_ids_of", "group_of", "heights_of", "job_of"]
+__all__ = ["Heights", "be_the_same", "env_ids_of", "heights_of", "job_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,6 @@ def job_of(
     if wanted is not None and connection.execute(schema.has_job, (wanted,)).fetchone():
         return wanted
     return pick_job(_jobs_of(connection, schema), wanted=wanted, known=known, where=path)
-
-
-def group_of(group: object) -> str:
-    """Return a group id, "" where there is none."""
-    return group.decode("utf-8", "replace") if isinstance(group, bytes) else ""
 
 
 def _jobs_of(connection: sqlite3.Connection, schema: Schema) -> list[str]:

@@ -10,10 +10,9 @@ import orjson
 from pyroaring import BitMap64
 
 from spoold.model import Candidate
-from spoold.sources.sqlite_facts import group_of
 from spoold.sources.sqlite_rows import MAX_TRANSACTION_SECONDS
 from spoold.sources.sqlite_schema import Schema
-from spoold.sources.watched import Watched
+from spoold.sources.watched import Watched, group_of
 
 __all__ = ["SLICE", "News"]
 

@@ -15,7 +15,9 @@ from typing import Final
 
 from pyroaring import BitMap64
 
-__all__ = ["Found", "Watched"]
+from spoold.model import Candidate, Look
+
+__all__ = ["Found", "Watched", "group_of"]
 
 _QUIET_SECONDS: Final = 600.0
 _MANY: Final = 256
@@ -33,6 +35,43 @@ class Found:
     running: BitMap64 = field(default_factory=BitMap64)
     unusable: BitMap64 = field(default_factory=BitMap64)
     missing: BitMap64 = field(default_factory=BitMap64)
+    finished: BitMap64 = field(default_factory=BitMap64)
+    groups: dict[int, object] = field(default_factory=dict)
+
+    def add(
+        self, environment: int, group: object, *, is_finished: bool, has_rows: bool, is_ready: bool
+    ) -> None:
+        """Take in one; `is_ready`: if it has rows, it passes the gate."""
+        self.groups[environment] = group
+        if is_finished:
+            self.finished.add(environment)
+        if not has_rows:
+            self.missing.add(environment)
+        elif is_ready:
+            self.candidates.add(environment)
+        else:
+            self.running.add(environment)
+            if is_finished:
+                self.missing.add(environment)
+
+    def cannot_use(self, ids: BitMap64) -> None:
+        """Note of candidates that they still have no usable row."""
+        self.candidates -= ids
+        self.unusable |= ids
+        self.missing |= ids & self.finished
+
+    def look(self, *, gone: tuple[int, ...]) -> Look:
+        """Return what it says to the daemon."""
+        return Look(
+            candidates=tuple(Candidate(one, group_of(self.groups[one])) for one in self.candidates),
+            missing=tuple(self.missing),
+            gone=gone,
+        )
+
+
+def group_of(group: object) -> str:
+    """Return a group id as it was read, "" where there is none."""
+    return group.decode("utf-8", "replace") if isinstance(group, bytes) else ""
 
 
 class Watched:
