@@ -27,9 +27,10 @@ from tests.support.oddities import (
     ODD_REWARDS,
     RESPONSES,
     REWARDS,
+    fill,
 )
 from tests.support.oracle import Answer, answers
-from tests.support.rollouts import GENERATIONS, JOB, Rollouts, make_rollouts
+from tests.support.rollouts import GENERATIONS, JOB, make_rollouts
 
 SHARED = Path(os.environ.get("SPOOLD_SHARED", Path(__file__).parents[2] / "shared"))
 JOBS = [
@@ -129,19 +130,6 @@ ENVIRONMENT = st.fixed_dictionaries(
         "group": st.sampled_from(["g1", "g2", "", None]),
     }
 )
-
-
-def fill(rollouts: Rollouts, environments: list[dict[str, Any]], order: list[int]) -> None:
-    ids = [rollouts.register(job=facts["job"], group=facts["group"])[0] for facts in environments]
-    turns = [(k, step) for k, facts in enumerate(environments) for step in facts["steps"]]
-    turns.sort(key=lambda turn: order[turn[0] % len(order)] if order else 0)
-    for k, step in turns:
-        rollouts.step(ids[k], **step)
-    for environment, facts in zip(ids, environments, strict=True):
-        if facts["finished"]:
-            rollouts.finish(environment)
-        if facts["deleted"]:
-            rollouts.delete(environment)
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)

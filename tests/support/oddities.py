@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
+
+from tests.support.rollouts import Rollouts
 
 META = [
     {"weight_version": 7},
@@ -68,3 +71,17 @@ ODD_RESPONSES = [
 ]
 REWARDS = [None, 0.0, -1.5, 2.0, 7]
 ODD_REWARDS = [math.nan, math.inf, -math.inf, "nan", "0.5x", "", b"\xff", 2.0**63]
+
+
+def fill(rollouts: Rollouts, environments: list[dict[str, Any]], order: list[int]) -> None:
+    """Write environments with their rows, mixed by `order`."""
+    ids = [rollouts.register(job=facts["job"], group=facts["group"])[0] for facts in environments]
+    turns = [(k, step) for k, facts in enumerate(environments) for step in facts["steps"]]
+    turns.sort(key=lambda turn: order[turn[0] % len(order)] if order else 0)
+    for k, step in turns:
+        rollouts.step(ids[k], **step)
+    for environment, facts in zip(ids, environments, strict=True):
+        if facts["finished"]:
+            rollouts.finish(environment)
+        if facts["deleted"]:
+            rollouts.delete(environment)
