@@ -178,9 +178,10 @@ class Delivery:
         self.plan.take(
             collected.units, now - self.settings.linger_seconds if collected.is_full else now
         )
-        samples, entry = codec.in_order(collected.samples), collected.entry()
+        samples, entry = collected.samples, collected.entry()
         collected.samples = []
         if writer is not None and writer.fits(len(samples), collected.size_bytes):
+            samples = codec.in_order(samples)
             name = codec.name_batch(seq, samples, "")
             writer.begin(name, samples, is_sound=collected.is_sound)
             self._writing = Writing(name, entry, collected, writer)

@@ -151,7 +151,7 @@ class Source(Protocol):
         """
 
     def is_verified(self) -> bool:
-        """Whether nothing was committed since the last `verify`. Nearly free."""
+        """Whether nothing was committed since the last `verify`. Of a server: one round trip."""
 
 
 def open_source(

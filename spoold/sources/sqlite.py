@@ -344,7 +344,7 @@ class SqliteSource:
         rows, next_first = self._registered(first, end, skip)
         rows = [row for row in rows if row[0] not in skip]
         ended = BitMap64()
-        if self.ready_when is ReadyWhen.TERMINAL:
+        if not needs_finished:
             ended, upto = self._ended_among([row[0] for row in rows if row[3]])
             if upto is not None:
                 rows = [row for row in rows if row[0] <= upto]
