@@ -55,7 +55,7 @@ SELECT c.oid = to_regclass('{STEPS}'), greatest(c.reltuples, 0)::bigint,
     c.relpages * current_setting('block_size')::bigint
 FROM pg_class AS c WHERE c.oid IN (to_regclass('{ENVIRONMENTS}'), to_regclass('{STEPS}'))"""
 _SEQUENCE: Final = """
-SELECT s.seqrelid::bigint, s.seqcache
+SELECT s.seqrelid::bigint
 FROM pg_depend AS d JOIN pg_sequence AS s ON s.seqrelid = d.objid
 JOIN pg_attribute AS a ON a.attrelid = d.refobjid AND a.attnum = d.refobjsubid
 WHERE d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass
@@ -84,14 +84,12 @@ class Schema:
     """What the tables are like, and the queries for them. Parameters are named.
 
     `oids`: of both tables; others mean that they were made anew. `sequences`: oids of those that
-    the ids come from, 0 where that is not known; `step_cache`: how many ids a session draws at
-    once. `indexed`: (is steps, column) that an index begins with. `e_…` and `s_…` are conditions
-    and expressions on a row of either table.
+    the ids come from, 0 where that is not known. `indexed`: (is steps, column) that an index begins
+    with. `e_…` and `s_…` are conditions and expressions on a row of either table.
     """
 
     oids: tuple[int, int]
     sequences: tuple[int, int]
-    step_cache: int
     indexed: frozenset[tuple[bool, str]]
     sizes: tuple[Size, Size]
     reward_is_nullable: bool
@@ -352,7 +350,6 @@ def read_schema(database: Database) -> Schema:
             environment_ids[0][0] if environment_ids else 0,
             step_ids[0][0] if step_ids else 0,
         ),
-        step_cache=step_ids[0][1] if step_ids else 1,
         indexed=frozenset((of, column.decode()) for of, column in indexes),
         sizes=(by_table[False], by_table[True]),
         reward_is_nullable=not types[True, "reward"][1],
