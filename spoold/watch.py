@@ -144,8 +144,9 @@ class Hints:
             if left is not None:
                 left = 0.0 if heard else min(max(left, 0.0), _LONGEST_POLL_SECONDS)
             if left is not None and 0.0 < left < 0.001:
-                # poll counts in whole milliseconds.
-                time.sleep(left)
+                # poll counts in whole milliseconds. (Not time.sleep: it sleeps until a point of
+                # time, which fails under a clock that libfaketime has moved.)
+                select.select([], [], [], left)
                 left = 0.0
             ready = self._poll.poll(None if left is None else math.ceil(left * 1000))
             for fd, _ in ready:
