@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ipaddress
 import json
 import socket
 import threading
@@ -195,8 +196,11 @@ def test_without_a_token_only_this_host_is_listened_to(host: str) -> None:
 def test_loopback_needs_no_token(host: str) -> None:
     from spoold.gateway.server import listen
 
-    for bound in listen(host, 0, is_guarded=False):
-        bound.close()
+    sockets = listen(host, 0, is_guarded=False)
+    assert sockets
+    for bound in sockets:
+        with bound:
+            assert ipaddress.ip_address(bound.getsockname()[0]).is_loopback
 
 
 def test_an_address_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

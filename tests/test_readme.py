@@ -69,7 +69,9 @@ def test_the_two_commands_are_single_lines_that_do_all_of_their_set_up() -> None
 
 
 def test_the_trainers_loop_is_python() -> None:
-    for block in blocks("python"):
+    loops = blocks("python")
+    assert loops
+    for block in loops:
         compile(block, "README.md", "exec")
 
 
