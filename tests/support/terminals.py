@@ -31,6 +31,7 @@ class Terminal:
         environ: Mapping[str, str] | None = None,
         ignores_hangup: bool = False,
         stdout: int | None = None,
+        program: tuple[str, ...] = ("-m", "spoold"),
     ) -> None:
         self.seen = b""
         self.master, self.slave = pty.openpty()
@@ -45,7 +46,7 @@ class Terminal:
                 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "spoold", *map(str, args)],
+            [sys.executable, *program, *map(str, args)],
             stdin=self.slave,
             stdout=self.slave if stdout is None else stdout,
             stderr=self.slave,
