@@ -1,7 +1,8 @@
 """What HTTP costs: samples a second through the gateway, read from the files, and as before it.
 
 All end as Python objects, by the same json. The limit reads the batch files themselves; the other
-is a loop that polls a hundred rows of the same database (`hundred_rows.py`), at full speed.
+is a loop that polls a hundred rows of the same database (`hundred_rows.py`), at full speed. All
+deliver whole groups; a batch holds as many of them as there are in a hundred rows.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from tests.benchmarks.databases import build
 from tests.benchmarks.table import Figure, Report
 from tests.support.gateways import serve_command, url_of
 from tests.support.processes import Players
+from tests.support.rollouts import JOB
 
 NUMBER = 4_096
 ROUNDS = 3
 ROW_BYTES = 20_000
 STEPS = 4
-TURNS_A_STEP = 10
+TURNS_A_STEP = 2
 GROUP_SIZE = 8
+GROUPS_A_BATCH = 12
 
 PEER = "a hundred rows a poll"
 
@@ -45,9 +48,12 @@ def run(folder: Path, *, small: bool) -> Report:
         finished=number,
         row_bytes=ROW_BYTES,
         steps_each=STEPS,
+        turns_a_step=TURNS_A_STEP,
+        as_recorded=True,
     )
     spool = folder / "spool"
-    machine.once(db, spool)
+    machine.once(db, spool, group_size=GROUP_SIZE, batch_size=GROUPS_A_BATCH)
+    number = (number + 1) // GROUP_SIZE * GROUP_SIZE - GROUP_SIZE  # ids begin at 1, groups at 0
     acts: dict[str, Callable[[Path], float]] = {
         "gateway": lambda place: through_the_gateway(spool, place, number),
         "the files, read and parsed": lambda _: from_the_files(spool, number),
@@ -111,17 +117,18 @@ def through_the_gateway(spool: Path, place: Path, number: int) -> float:
 
 def a_hundred_rows_a_poll(db: Path, place: Path, number: int) -> float:
     """Get every whole group of the database. Samples a second."""
-    whole = (number + 1) // GROUP_SIZE * GROUP_SIZE - GROUP_SIZE  # ids begin at 1, groups at 0
-    command = [sys.executable, "-m", "tests.benchmarks.hundred_rows", str(db), str(GROUP_SIZE)]
+    facts = str(db), JOB, str(GROUP_SIZE), str(place / "buffer_server.log")
+    command = [sys.executable, "-m", "tests.benchmarks.hundred_rows", *facts]
     with Players(place) as players:
         players.start("buffer", command)
         with talking_to(url_of(players, "buffer")) as post:
             began = time.perf_counter()
             came = 0
-            while came < whole:
+            while came < number:
                 came += len(post("/get_rollout_data", {})["data"]["data"])
             seconds = time.perf_counter() - began
-    return came / seconds
+    assert came == number
+    return number / seconds
 
 
 @contextlib.contextmanager
