@@ -267,7 +267,7 @@ class Batch:
         return data
 
 
-def fits(data: bytes, name: BatchName) -> bool:
+def fits(data: bytes | memoryview, name: BatchName) -> bool:
     """Whether the bytes are those that the name was given for."""
     return hashlib.sha256(data).hexdigest().startswith(name.digest)
 

@@ -13,7 +13,9 @@ from types import TracebackType
 from typing import Final
 
 from spoold import fs
-from spoold.consumer.batch import Batch, fits
+from spoold.consumer.ahead import Ahead, Room
+from spoold.consumer.batch import Batch
+from spoold.consumer.count import Count
 from spoold.consumer.identity import Identity
 from spoold.consumer.names import Names
 from spoold.consumer.reason import why_nothing_comes
@@ -79,6 +81,7 @@ class Consumer:
         self._identity = Identity(self._run, name, clock=clock, pause=self._pause)
         self._own = self._identity.place
         self._names = Names(self._run, self._own, clock=clock)
+        self._ahead = Ahead()
         self._stale = Stale()
         self._hints: Hints | None = None
         self._watching = False
@@ -185,7 +188,7 @@ class Consumer:
         if (samples > 0) == (groups > 0):
             raise ConfigError(f"collect needs samples or groups, not {samples} and {groups}")
         give_up = None if timeout is None else self._clock() + timeout
-        count = _Count()
+        count = Count()
         while True:
             for batch in self.held:
                 count.add(batch, read=groups > 0)
@@ -210,6 +213,27 @@ class Consumer:
                 lost = lost or error
         if lost is not None:
             raise lost
+
+    def read_ahead(self, room: Room) -> tuple[str, memoryview] | None:
+        """Return id and bytes of the batch that a claim would take from pending/ now; claim none.
+
+        For time that would pass idly: the claim that takes it does not read it again. None where
+        there is none, where own ones come first, or where the claim will have to set it aside.
+        """
+        if not self._is_ready("read ahead"):
+            return None
+        if self._names.are_old:
+            self._list()
+        for place, file_name in self._names.following():
+            name = BatchName.parse(file_name)
+            if name is None or not self._is_new(name.id):
+                continue
+            if place is self._own:
+                return None
+            if self._is_still_pending(file_name):
+                data = self._ahead.read(self._run.file(place, file_name), name, room)
+                return None if data is None else (name.id, data)
+        return None
 
     def rewind(self, step: int) -> list[str]:
         """Put back into pending/, durably, what was acked with a greater step; return the ids.
@@ -330,7 +354,7 @@ class Consumer:
             if name is None:
                 continue
             batch_id = name.id
-            if batch_id not in self._held and batch_id not in self._acked:
+            if self._is_new(batch_id):
                 batch = self._hand_out(moves.Found(place, name), batch_id, min_weight_version)
                 if batch is not None:
                     return batch
@@ -357,10 +381,10 @@ class Consumer:
         if own is None:
             return None
         try:
-            data = fs.read(own.path(self._run))
+            is_sound = self._ahead.fits(own.path(self._run), own.name)
         except FileNotFoundError:
             return None  # RACE: somebody moved it away by hand
-        if not fits(data, own.name):
+        if not is_sound:
             aside = moves.set_aside(self._run, own, CORRUPT)
             if aside is not None:
                 _log.warning(
@@ -431,32 +455,10 @@ class Consumer:
 
     def _is_news(self, file_name: str) -> bool:
         batch_id = batch_id_of(file_name)
-        return batch_id is not None and batch_id not in self._held and batch_id not in self._acked
+        return batch_id is not None and self._is_new(batch_id)
 
-
-class _Count:
-    """Counts what is in hand; each batch is read once."""
-
-    def __init__(self) -> None:
-        self._groups: dict[str, frozenset[str]] = {}
-
-    def add(self, batch: Batch, *, read: bool) -> None:
-        """Count a batch, if it was not counted before."""
-        if read and batch.id not in self._groups:
-            try:
-                rows = batch.samples()
-            except BatchLost:
-                return  # RACE: somebody moved it away by hand; it is not held any more
-            self._groups[batch.id] = frozenset(row["instance_id"] for row in rows)
-
-    def groups(self, held: tuple[Batch, ...]) -> int:
-        """Return how many different groups there are; 0 where none were counted."""
-        return len(frozenset().union(*(self._groups.get(batch.id, ()) for batch in held)))
-
-    @staticmethod
-    def samples(held: tuple[Batch, ...]) -> int:
-        """Return how many samples there are."""
-        return sum(map(len, held))
+    def _is_new(self, batch_id: str) -> bool:
+        return batch_id not in self._held and batch_id not in self._acked
 
 
 def _is_run_dir(run: RunDir) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from spoold import fs
@@ -62,6 +62,11 @@ class Names:
         self._own_names = _oldest_last([path.rpartition("/")[2] for path in own])
         self._pending_names = _oldest_last([path.rpartition("/")[2] for path in pending])
         self._until = self._clock() + LISTING_SECONDS
+
+    def following(self) -> Iterator[tuple[Place, str]]:
+        """Yield what was not tried yet, the next one first."""
+        yield from ((self._own, name) for name in reversed(self._own_names))
+        yield from ((_PENDING, name) for name in reversed(self._pending_names))
 
     def pop(self) -> tuple[Place, str] | None:
         """Return the next one, None when all were tried."""

@@ -8,6 +8,9 @@
 
 It is one consumer of the spool, in one process, and holds one batch at a time. Whatever claims,
 acks or moves runs in one thread, in the order in which it was asked for; the event loop talks.
+When a batch has been sent, that thread reads and checks the next one, which stays in pending/ for
+all: a get that finds it still there claims it and sends it without reading it again. An ack waits
+for that at most once. Up to 8 MiB of one batch are kept in memory, whatever clients do.
 
 A get waits up to two seconds for a batch; then, and when the spool cannot be used, it is answered
 with `"success": false` and the reason: the clients sleep and ask again, while an error would make

@@ -12,14 +12,24 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from io import BufferedReader
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import orjson
 
-__all__ = ["PIECE_BYTES", "Envelope", "Summary", "envelope", "nothing", "pieces", "summarize"]
+__all__ = [
+    "PIECE_BYTES",
+    "Envelope",
+    "Summary",
+    "envelope",
+    "from_file",
+    "from_memory",
+    "join",
+    "nothing",
+    "pieces",
+    "summarize",
+]
 
-# How much of a batch is in memory for one client.
+# How much is read from the disk, or handed to a connection, at a time.
 PIECE_BYTES: Final = 512 << 10
 
 
@@ -145,16 +155,39 @@ def envelope(summary: Summary, message: str) -> Envelope:
     return Envelope(head, tail, len(head) + lines_bytes + len(tail), lines_bytes)
 
 
-def pieces(around: Envelope, file: BufferedReader) -> Iterator[bytes]:
-    """Yield the answer, a piece at a time. Ends early where the file is shorter than it was."""
+def join(lines: memoryview) -> Iterator[bytes]:
+    """Yield each line; by then a comma stands for its end, as between the brackets of a list."""
+    text, start = lines.obj, 0
+    assert isinstance(text, bytearray)
+    while (end := text.find(b"\n", start, len(lines))) >= 0:
+        yield bytes(lines[start : end + 1])
+        lines[end] = 0x2C
+        start = end + 1
+    if start < len(lines):
+        yield bytes(lines[start:])
+
+
+def from_memory(lines: memoryview) -> Iterator[memoryview]:
+    """Yield joined lines, all but the last comma, a piece at a time."""
+    whole = lines[:-1]
+    return (whole[at : at + PIECE_BYTES] for at in range(0, len(whole), PIECE_BYTES))
+
+
+def from_file(around: Envelope, file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file, joined, a piece at a time. Ends early where it ends too early."""
+    left = around.lines_bytes
+    while left > 0 and (piece := file.read(min(PIECE_BYTES, left))):
+        left -= len(piece)
+        yield piece.replace(b"\n", b",")
+
+
+def pieces(around: Envelope, lines: Iterable[bytes | memoryview]) -> Iterator[bytes]:
+    """Yield the answer, a piece at a time. Ends early where the lines do."""
     left, before = around.lines_bytes, around.head
-    while left > 0:
-        piece = file.read(min(PIECE_BYTES, left))
-        if not piece:
-            return
+    for piece in lines:
         left -= len(piece)
         # Few and large: each one wakes the client.
-        yield b"".join((before, piece.replace(b"\n", b","), b"" if left else around.tail))
+        yield b"".join((before, piece, b"" if left else around.tail))
         before = b""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -19,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from spoold.errors import BatchLost, ConfigError, SpooldError, UnknownBatch
-from spoold.gateway.answers import envelope, nothing, pieces
+from spoold.gateway.answers import envelope, nothing
 from spoold.gateway.desk import Answer, Desk, Nothing
 from spoold.gateway.requests import (
     MAX_STEP,
@@ -57,6 +58,7 @@ class Gateway:
         self._thread = thread
         self._token = token
         self._is_stopping = False
+        self._reading_ahead: asyncio.Future[None] | None = None  # nobody waits for it
         # One request waits for a batch; the others wait for their turn, no longer than they would.
         self._turn = asyncio.Lock()
         # The only bodies that are not small, two in memory at a time.
@@ -78,10 +80,12 @@ class Gateway:
         """Answer every get with nothing from now on."""
         self._is_stopping = True
 
-    async def call(self, act: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(
+        self, act: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
+    ) -> asyncio.Future[_R]:
         """Do something in the thread of the disk, after all that was asked for before."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, lambda: act(*args, **kwargs))
+        return loop.run_in_executor(self._thread, lambda: act(*args, **kwargs))
 
     # --- the requests -------------------------------------------------------------------------
 
@@ -97,7 +101,12 @@ class Gateway:
         words, groups = outcome.words, len(outcome.held.summary.groups)
         if most is not None and groups > most:
             words += f"; {groups} groups, not {most}: a batch is answered and acked whole"
-        return _BatchResponse(outcome, words)
+        return _BatchResponse(outcome, words, then=self._read_ahead)
+
+    def _read_ahead(self) -> None:
+        """Have the next batch read, while the client is busy with this one."""
+        if not self._is_stopping:
+            self._reading_ahead = self.call(self._desk.read_ahead)
 
     async def _next(self, request: Request) -> Answer | Nothing:
         give_up = time.monotonic() + WAIT_SECONDS
@@ -184,10 +193,11 @@ class Gateway:
 
 
 class _BatchResponse(Response):
-    """A batch, sent piece by piece, as fast as the client reads; never more of it in memory."""
+    """A batch, sent piece by piece, as fast as the client reads. `then` is called at its end."""
 
-    def __init__(self, answer: Answer, words: str) -> None:
+    def __init__(self, answer: Answer, words: str, then: Callable[[], None]) -> None:
         self._answer = answer
+        self._then = then
         self._envelope = envelope(answer.held.summary, words)
         length = str(self._envelope.size_bytes)
         super().__init__(media_type="application/json", headers={"content-length": length})
@@ -200,10 +210,11 @@ class _BatchResponse(Response):
             await self._send(send, gone)
         finally:
             gone.cancel()
-            self._answer.file.close()
+            self._answer.close()
+            self._then()
 
     async def _send(self, send: Send, gone: asyncio.Task[None]) -> None:
-        held, file = self._answer.held, self._answer.file
+        held = self._answer.held
 
         async def body(piece: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": piece, "more_body": more})
@@ -211,12 +222,14 @@ class _BatchResponse(Response):
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
-        remaining = pieces(self._envelope, file)
+        remaining = self._answer.pieces(self._envelope)
+        following = functools.partial(next, remaining, b"")
+        is_in_memory = self._answer.is_in_memory
         left = self._envelope.size_bytes
         while left and not gone.done():
             problem = "its file is shorter than it was"
             try:
-                piece = await asyncio.to_thread(next, remaining, b"")
+                piece = following() if is_in_memory else await asyncio.to_thread(following)
             except OSError as error:
                 piece, problem = b"", str(error)
             if not piece:

@@ -5,15 +5,25 @@ Everything here blocks on the disk, and is called from one thread.
 
 from __future__ import annotations
 
-import io
+import contextlib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from typing import Final
 
 from spoold import fs
 from spoold.consumer import Batch, Consumer
 from spoold.errors import BatchLost, SpooldError, SpoolWriteError, UnknownBatch
-from spoold.gateway.answers import Summary, summarize
+from spoold.gateway.answers import (
+    Envelope,
+    Summary,
+    from_file,
+    from_memory,
+    join,
+    pieces,
+    summarize,
+)
 from spoold.layout import Place, State, is_batch_id
 from spoold.model import AckWhen
 from spoold.spool import moves, statusfile
@@ -22,6 +32,8 @@ __all__ = ["Answer", "Desk", "Held", "Nothing"]
 
 log = logging.getLogger("spoold.gateway")
 
+# A longer batch is not kept in memory, only what is said of it.
+KEPT_BYTES: Final = 8 << 20
 UNREADABLE: Final = "unreadable"
 _PENDING: Final = Place(State.PENDING)
 
@@ -41,12 +53,47 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A batch to be sent: whoever gets this closes `file`. `words` are for the client's log."""
+class Ready:
+    """A batch that was read before it is claimed. `lines`: joined; None where they are not kept.
 
-    held: Held
-    file: io.BufferedReader
-    words: str
+    Whichever file of this id is claimed, it holds these bytes: the digest is in the id.
+    """
+
+    batch_id: str
+    summary: Summary
+    lines: memoryview | None
+
+
+class Answer:
+    """A batch to be sent: whoever gets this closes it. `words` are for the client's log.
+
+    Its lines are in memory, or read from the disk as they are sent.
+    """
+
+    __slots__ = ("_source", "held", "words")
+
+    def __init__(self, held: Held, source: memoryview | BufferedReader, words: str) -> None:
+        self.held = held
+        self.words = words
+        self._source: memoryview | BufferedReader | None = source
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether lines are kept in memory for it."""
+        return isinstance(self._source, memoryview)
+
+    def pieces(self, around: Envelope) -> Iterator[bytes]:
+        """Yield it, a piece at a time."""
+        source = self._source
+        assert source is not None
+        lines = from_memory(source) if isinstance(source, memoryview) else from_file(around, source)
+        return pieces(around, lines)
+
+    def close(self) -> None:
+        """Let go of the lines."""
+        source, self._source = self._source, None
+        if isinstance(source, BufferedReader):
+            source.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +110,11 @@ class Desk:
         self._consumer = consumer
         self._ack = ack
         self._held: Held | None = None
+        self._ready: Ready | None = None
+        # Of the batch that is next, then of the answer that is sent: one client may take minutes
+        # to read it, the others are sent what lies on the disk meanwhile.
+        self._buffer = bytearray()
+        self._from_memory: Answer | None = None
         self._group_size: int | None = None
         self._problem = ""
         self._sizes_said: set[tuple[int, ...]] = set()
@@ -98,38 +150,79 @@ class Desk:
         if self._ack is AckWhen.ON_NEXT_GET and self._held is not None and self._held.answered:
             self._ack_unasked(self._held)
         while True:
-            held = self._held or self._claim(wait_seconds)
-            if held is None:
-                return Nothing()
-            self._held = held
+            lines: memoryview | None = None
+            if self._held is None:
+                claimed = self._claim(wait_seconds)
+                if claimed is None:
+                    return Nothing()
+                self._held, lines = claimed
+            held = self._held
             try:
-                file = held.batch.file()
+                source = lines if lines is not None else held.batch.file()
             except BatchLost as error:
                 self._held = None
                 log.warning("batch lost", extra={"fields": {"error": str(error)}})
                 continue
-            return Answer(held, file, self._words(held))
+            answer = Answer(held, source, self._words(held))
+            if answer.is_in_memory:
+                self._from_memory = answer
+            return answer
 
-    def _claim(self, wait_seconds: float) -> Held | None:
-        """Claim and read the next batch. One that cannot be sent is set aside for a person."""
+    def _claim(self, wait_seconds: float) -> tuple[Held, memoryview | None] | None:
+        """Claim the next batch, read ahead or now. One that cannot be sent is set aside."""
+        if self._ready is None:
+            self._make_ready()
+        ready, self._ready = self._ready, None
         while (batch := self._consumer.claim(wait_seconds)) is not None:
-            try:
-                with batch.file() as lines:
-                    summary = summarize(batch.id, lines)
-            except BatchLost:
-                continue  # RACE: somebody moved it away by hand
-            except ValueError as error:
-                # The digest fits: whoever wrote the file wrote this.
-                batch.reject(UNREADABLE)
-                fields = {"batch": batch.id, "problem": str(error), "now_in": "rejected/unreadable"}
-                log.warning("batch cannot be sent", extra={"fields": fields})
-                continue
+            lines: memoryview | None = None
+            if ready is not None and ready.batch_id == batch.id:
+                summary, lines = ready.summary, ready.lines
+            else:
+                try:
+                    with batch.file() as file:
+                        summary = summarize(batch.id, file)
+                except BatchLost:
+                    continue  # RACE: somebody moved it away by hand
+                except ValueError as error:
+                    self._set_aside(batch, error)
+                    continue
             held = Held(batch, summary)
             facts = {"batch": batch.id, "samples": summary.samples, "attempt": batch.attempt}
             log.info("claimed", extra={"fields": facts})
             self._say_sizes(held)
-            return held
+            return held, lines
         return None
+
+    def _set_aside(self, batch: Batch, error: ValueError) -> None:
+        """Reject, for a person to see: the digest fits, so whoever wrote the file wrote this."""
+        batch.reject(UNREADABLE)
+        fields = {"batch": batch.id, "problem": str(error), "now_in": "rejected/unreadable"}
+        log.warning("batch cannot be sent", extra={"fields": fields})
+
+    def read_ahead(self) -> None:
+        """Read the batch that will be next, while the client has none to ask for. Claims nothing.
+
+        What is wrong with it is dealt with when it is claimed.
+        """
+        if self._held is not None and self._ready is None:
+            self._make_ready()
+
+    def _make_ready(self) -> None:
+        with contextlib.suppress(SpooldError, ValueError):
+            found = self._consumer.read_ahead(self._room)
+            if found is not None:
+                batch_id, lines = found
+                summary = summarize(batch_id, join(lines))
+                is_kept = lines.obj is self._buffer
+                self._ready = Ready(batch_id, summary, lines if is_kept else None)
+
+    def _room(self, size_bytes: int) -> bytearray:
+        before = self._from_memory
+        if size_bytes > KEPT_BYTES or (before is not None and before.is_in_memory):
+            return bytearray(size_bytes)
+        if size_bytes > len(self._buffer):
+            self._buffer = bytearray(size_bytes)
+        return self._buffer
 
     def _words(self, held: Held) -> str:
         words = [f"{held.summary.samples} samples of batch {held.batch.id}"]
