@@ -27,7 +27,7 @@ from tests.support.processes import Players
 from tests.support.rollouts import JOB
 
 NUMBER = 4_096
-ROUNDS = 3
+ROUNDS = 5
 ROW_BYTES = 20_000
 STEPS = 4
 TURNS_A_STEP = 2
