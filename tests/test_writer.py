@@ -86,8 +86,8 @@ def fits(beside: Writer, samples: list[Sample]) -> bool:
     return beside.fits(len(samples), sum(len(one.line) for one in samples))
 
 
-def write(beside: Writer, seq: int, *samples: Sample, is_sound: bool = True) -> str | None:
-    beside.begin(name_batch(seq, samples, ""), samples, is_sound=is_sound)
+def write(beside: Writer, seq: int, *samples: Sample, sound: int = 99) -> str | None:
+    beside.begin(name_batch(seq, samples, ""), samples, sound=sound)
     written = beside.finish()
     return None if written is None else written.name.file_name
 
@@ -109,9 +109,9 @@ class TestOneBatch:
         good = b'[{"role": "user", "content": "q"}]'
         with ready(run, lock) as beside:
             samples = [sample_of(1, good), sample_of(2, messages)]
-            assert write(beside, 1, *samples, is_sound=False) is None
+            assert write(beside, 1, *samples, sound=0) is None
             assert tree(run) == []
-            assert write(beside, 1, sample_of(1, good), is_sound=False) is not None
+            assert write(beside, 1, sample_of(1, good), sound=0) is not None
 
     def test_it_fits_up_to_eight_mebibytes(self, run: RunDir, lock: fs.Lock) -> None:
         size = MAX_BYTES - len(sample_of(1).line)
@@ -129,7 +129,7 @@ class TestOneBatch:
         with ready(run, lock) as beside:
             assert fits(beside, samples)
             assert not fits(beside, [*samples, samples[0]])
-            name = write(beside, 1, *samples, is_sound=False)
+            name = write(beside, 1, *samples, sound=0)
             assert name is not None
             assert os.stat(f"{run.pending}/{name}").st_size == len(line) * len(samples)
 
@@ -161,7 +161,7 @@ class TestFailures:
     ) -> None:
         with ready(run, lock) as beside:
             kill(beside, signal.SIGSTOP)
-            beside.begin(name_batch(1, [sample_of(1)], ""), [sample_of(1)], is_sound=True)
+            beside.begin(name_batch(1, [sample_of(1)], ""), [sample_of(1)], sound=1)
             kill(beside, signal.SIGKILL)
             with pytest.raises(SpoolWriteError, match="ended \\(exit code -9\\)") as caught:
                 beside.finish()
@@ -185,7 +185,7 @@ class TestItsLife:
         self, run: RunDir, lock: fs.Lock
     ) -> None:
         with ready(run, lock) as beside:
-            beside.begin(name_batch(1, [sample_of(1)], ""), [sample_of(1)], is_sound=True)
+            beside.begin(name_batch(1, [sample_of(1)], ""), [sample_of(1)], sound=1)
         assert len(tree(run)) == 1
 
     def test_after_a_kill_of_the_daemon_the_lock_is_held_until_the_batch_is_whole(
@@ -205,7 +205,7 @@ class TestItsLife:
             beside = Writer(run, lock)
             wait_for(beside)
             os.kill(pid_of(beside), signal.SIGSTOP)
-            beside.begin(name_batch(1, [sample_of(1)], ""), [sample_of(1)], is_sound=True)
+            beside.begin(name_batch(1, [sample_of(1)], ""), [sample_of(1)], sound=1)
             print(pid_of(beside), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         """

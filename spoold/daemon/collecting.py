@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -29,15 +29,16 @@ class Collected:
 
     units: list[Unit] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    """As they follow one another in the batch."""
     size_bytes: int = 0
     notes: list[tuple[Note, str]] = field(default_factory=list)
     incomplete: list[int] = field(default_factory=list)
     is_full: bool = False
     """Closed by its bytes: what did not fit has lingered long enough."""
-    is_sound: bool = True
-    """Whether it is known that the messages are sound: see `codec.encode`."""
+    sound: int = 0
+    """Of so many samples, from the first on, it is known that the messages are: `codec.encode`."""
     is_cut_sound: bool = True
-    """Whether that is known of what did not fit, too."""
+    """Whether it is known of what did not fit, too."""
     bad_before: int = 0
     bad_in_a_row: int = 0
     """Rows that nobody could use, with no good one between them: before these, and after."""
@@ -53,10 +54,13 @@ class Collected:
         environments = tuple(sorted(env_ids))
         return Entry(environments, env_ids[environments[-1]])
 
-    def check(self) -> bool:
-        """See whether the messages are sound."""
-        self.is_sound = _are_sound(self.samples)
-        return self.is_sound
+    def check(self, is_enough: Callable[[], bool]) -> bool:
+        """See whether the messages are sound, one sample after the other, until it is enough."""
+        while self.sound < len(self.samples) and not is_enough():
+            if not _are_sound(self.samples[self.sound]):
+                return False
+            self.sound += 1
+        return True
 
 
 class Collector:
@@ -80,9 +84,7 @@ class Collector:
 
         `trusted`: the messages are not looked into, somebody else will. Raises SourceUnavailable.
         """
-        into = Collected(
-            is_sound=not trusted, bad_before=self.bad_in_a_row, bad_in_a_row=self.bad_in_a_row
-        )
+        into = Collected(bad_before=self.bad_in_a_row, bad_in_a_row=self.bad_in_a_row)
         carry, self._carry = self._carry, None
         known = {carry[0]: carry[1]} if carry is not None else {}
         if not self.inventory.skip.isdisjoint(BitMap64([one for unit in units for one in unit])):
@@ -97,7 +99,7 @@ class Collector:
             samples, size = converted
             if into.units and into.size_bytes + size > self.settings.batch_bytes:
                 into.is_full = True
-                into.is_cut_sound = not trusted or _are_sound(samples)
+                into.is_cut_sound = not trusted or all(map(_are_sound, samples))
                 if into.is_cut_sound:
                     self._carry = (unit, converted)
                 break
@@ -107,6 +109,9 @@ class Collector:
             if into.size_bytes >= self.settings.batch_bytes:
                 into.is_full = True
                 break
+        into.samples = codec.in_order(into.samples)
+        if not trusted:
+            into.sound = len(into.samples)
         return into
 
     def _without_delivered(self, units: Sequence[Unit], into: Collected) -> list[Unit]:
@@ -180,8 +185,8 @@ class Collector:
             into.bad_in_a_row += 1
 
 
-def _are_sound(samples: Iterable[Sample]) -> bool:
-    return all(codec.are_sound(one.line, (one.messages,)) for one in samples)
+def _are_sound(sample: Sample) -> bool:
+    return codec.are_sound(sample.line, (sample.messages,))
 
 
 def _too_big(unit: Unit, group: str, size_bytes: int, settings: Settings) -> Iterator[Note]:

@@ -159,16 +159,17 @@ class Delivery:
             self.rest(source.job, now)
 
     def _collect(self, source: Source, units: Sequence[Unit], writer: Writer | None) -> Collected:
-        """Read a batch. Its messages are looked into here or, if that one has time, by the writer.
+        """Read a batch. Its messages are looked into here as long as the writer has no time for it.
 
         The result is the same: what the writer finds unsound is read once more, and becomes notes.
         So is what has notes already: of messages that nobody has looked into they may be wrong.
         """
         if writer is not None and not self._is_careful:
             collected = self.collector.collect(source, units, trusted=True)
-            is_behind = self._writing is not None and not writer.has_answered()
-            is_theirs = not is_behind and writer.fits(len(collected.samples), collected.size_bytes)
-            if collected.is_clean and (is_theirs or collected.check()):
+            is_theirs = writer.fits(len(collected.samples), collected.size_bytes)
+            if collected.is_clean and collected.check(
+                lambda: is_theirs and (self._writing is None or writer.has_answered())
+            ):
                 return collected
             self._is_careful = True
         return self.collector.collect(source, units)
@@ -181,12 +182,11 @@ class Delivery:
         samples, entry = collected.samples, collected.entry()
         collected.samples = []
         if writer is not None and writer.fits(len(samples), collected.size_bytes):
-            samples = codec.in_order(samples)
             name = codec.name_batch(seq, samples, "")
-            writer.begin(name, samples, is_sound=collected.is_sound)
+            writer.begin(name, samples, sound=collected.sound)
             self._writing = Writing(name, entry, collected, writer)
             return
-        assert collected.is_sound
+        assert collected.sound == len(samples)
         with self._restoring(seq, collected.units, now):
             began = time.monotonic()
             name, data = codec.build_batch(seq, samples)

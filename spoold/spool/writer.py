@@ -67,6 +67,8 @@ class Writer:
                 self._bell = os.eventfd(0)
                 on_error.callback(os.close, self._bell)
                 self._process = _started(run, lock.fileno(), shared, self._bell)
+            self._answers = select.poll()
+            self._answers.register(_end(self._process.stdout), select.POLLIN)
             on_error.pop_all()
 
     def is_ready(self) -> bool:
@@ -85,17 +87,17 @@ class Writer:
         """Whether a batch of so many samples and bytes is small enough."""
         return samples <= _MAX_SAMPLES and size_bytes <= MAX_BYTES
 
-    def begin(self, name: BatchName, samples: Sequence[Sample], *, is_sound: bool) -> None:
+    def begin(self, name: BatchName, samples: Sequence[Sample], *, sound: int) -> None:
         """Publish a batch that fits, and whose digest is not known yet, in the background.
 
-        `is_sound`: somebody has seen already that the messages are.
+        `samples` in their order; of the first `sound` it is known that the messages are.
         """
         end = 0
         places = []
-        for sample in samples:
+        for number, sample in enumerate(samples):
             at, end = end, end + len(sample.line)
             self._memory[at:end] = sample.line
-            if not is_sound:
+            if number >= sound:
                 places.append((at + sample.messages[0], at + sample.messages[1]))
         facts = {"seq": name.seq, "samples": name.samples, "lo": name.lo, "hi": name.hi}
         order = orjson.dumps({"name": facts, "places": places}) + b"\n"
@@ -104,7 +106,7 @@ class Writer:
 
     def has_answered(self) -> bool:
         """Whether `finish` would not wait."""
-        return bool(_heard(_end(self._process.stdout).fileno(), wait=False))
+        return bool(self._answers.poll(0))
 
     def finish(self) -> Written | None:
         """Wait until the batch lies in pending/.
@@ -175,13 +177,13 @@ def _started(run: RunDir, *inherited: int) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _heard(*fds: int, wait: bool) -> list[int]:
-    """Return which of these can be read now, or are at their end."""
+def _heard(*fds: int) -> list[int]:
+    """Wait. Return which of these can be read, or are at their end."""
     # Not select, which knows no descriptor above 1023: whoever started us may have left many open.
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
-    return [fd for fd, _ in poll.poll(None if wait else 0)]
+    return [fd for fd, _ in poll.poll()]
 
 
 def main(root: str, lock: str, shared: str, bell: str) -> None:
@@ -193,7 +195,7 @@ def main(root: str, lock: str, shared: str, bell: str) -> None:
     held = fs.Lock.inherited(run.lock, int(lock))
     memory = mmap.mmap(int(shared), MAX_BYTES + _ORDER_BYTES, prot=mmap.PROT_READ)
     _say({"ready": True})
-    while int(bell) in _heard(int(bell), sys.stdin.fileno(), wait=True):
+    while int(bell) in _heard(int(bell), sys.stdin.fileno()):
         end = os.eventfd_read(int(bell))
         memory.seek(end)
         order = orjson.loads(memory.readline())
