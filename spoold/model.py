@@ -7,8 +7,9 @@ second.
 from __future__ import annotations
 
 import enum
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 __all__ = [
     "AckWhen",
@@ -21,6 +22,7 @@ __all__ = [
     "PartialGroups",
     "ReadyWhen",
     "Ref",
+    "Rows",
     "Sample",
     "Samples",
     "StepRow",
@@ -143,6 +145,10 @@ class StepRow(NamedTuple):
     is_truncated: int | None
     is_completed: int | None
     created_at: object
+
+
+Rows: TypeAlias = Generator[tuple[int, tuple[StepRow, ...]], None, None]
+"""The rows that become samples, of one environment after the other: its id, and they."""
 
 
 class Sample(NamedTuple):

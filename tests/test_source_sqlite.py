@@ -270,16 +270,53 @@ def test_more_than_one_transaction_may_read_is_read_in_several(
 # ---- rows ---------------------------------------------------------------------------------------
 
 
-def test_no_transaction_is_open_while_a_row_is_in_the_callers_hands(
+def is_open(rollouts: Rollouts) -> bool:
+    """Whether a reader holds up a checkpoint of what is committed after it began."""
+    rollouts.db.execute("PRAGMA busy_timeout = 0")
+    rollouts.db.execute("UPDATE job_environments SET env_name = env_name")
+    busy, _, _ = rollouts.db.execute("PRAGMA wal_checkpoint(truncate)").fetchone()
+    return bool(busy)
+
+
+def test_a_transaction_is_over_before_the_last_row_and_what_takes_long_are_handed_on(
+    rollouts: Rollouts, path: Path
+) -> None:
+    quick, big, walked, quick_too, last = ids = rollouts.register(5)
+    for environment in ids:
+        text = "x" * (sqlite_rows._BIG_BYTES if environment == big else 1)
+        rollouts.complete(environment, messages=[{"role": "user", "content": text}])
+    rollouts.step(walked, messages=[{"role": "user", "content": "after the end"}])
+    held = {one: is_open(rollouts) for one, _ in opened(path).read(ids)}
+    assert held == {quick: True, big: False, walked: False, quick_too: True, last: False}
+
+
+def test_an_old_transaction_is_over_before_a_row_is_handed_on(
+    rollouts: Rollouts, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_rows, "MAX_TRANSACTION_SECONDS", -1.0)
+    ids = rollouts.register(3)
+    for environment in ids:
+        rollouts.complete(environment)
+    assert [is_open(rollouts) for _ in opened(path).read(ids)] == [False] * 3
+
+
+def test_whoever_wants_no_more_rows_leaves_the_transaction_and_keeps_the_connection(
     rollouts: Rollouts, path: Path
 ) -> None:
     ids = rollouts.register(3)
     for environment in ids:
         rollouts.complete(environment)
     source = opened(path)
-    for _ in source.read(ids):
-        busy, left, moved = rollouts.db.execute("PRAGMA wal_checkpoint(truncate)").fetchone()
-        assert (busy, left, moved) == (0, 0, 0)
+    connection = source._database
+    for _ in range(2):
+        rows = source.read(ids)
+        assert next(rows)[0] == ids[0]
+        assert is_open(rollouts)
+        rows.close()
+        assert not is_open(rollouts)
+    assert connection is not None
+    assert connection.is_open
+    assert source._database is connection
 
 
 # ---- identity -----------------------------------------------------------------------------------

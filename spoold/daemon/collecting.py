@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -89,26 +90,27 @@ class Collector:
         known = {carry[0]: carry[1]} if carry is not None else {}
         if not self.inventory.skip.isdisjoint(BitMap64([one for unit in units for one in unit])):
             units = self._without_delivered(units, into)
-        rows = source.read([one for unit in units if unit not in known for one in unit])
-        for unit in units:
-            if into.bad_in_a_row >= BAD_ROWS:
-                break
-            converted = known.get(unit) or self._convert(unit, rows, into, trusted)
-            if converted is None:
-                continue
-            samples, size = converted
-            if into.units and into.size_bytes + size > self.settings.batch_bytes:
-                into.is_full = True
-                into.is_cut_sound = not trusted or all(map(_are_sound, samples))
-                if into.is_cut_sound:
-                    self._carry = (unit, converted)
-                break
-            into.units.append(unit)
-            into.samples += samples
-            into.size_bytes += size
-            if into.size_bytes >= self.settings.batch_bytes:
-                into.is_full = True
-                break
+        wanted = [one for unit in units if unit not in known for one in unit]
+        with closing(source.read(wanted)) as rows:
+            for unit in units:
+                if into.bad_in_a_row >= BAD_ROWS:
+                    break
+                converted = known.get(unit) or self._convert(unit, rows, into, trusted)
+                if converted is None:
+                    continue
+                samples, size = converted
+                if into.units and into.size_bytes + size > self.settings.batch_bytes:
+                    into.is_full = True
+                    into.is_cut_sound = not trusted or all(map(_are_sound, samples))
+                    if into.is_cut_sound:
+                        self._carry = (unit, converted)
+                    break
+                into.units.append(unit)
+                into.samples += samples
+                into.size_bytes += size
+                if into.size_bytes >= self.settings.batch_bytes:
+                    into.is_full = True
+                    break
         into.samples = codec.in_order(into.samples)
         if not trusted:
             into.sound = len(into.samples)

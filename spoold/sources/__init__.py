@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from spoold.errors import ConfigError
-from spoold.model import Advice, Candidate, Look, ReadyWhen, Samples, StepRow
+from spoold.model import Advice, Candidate, Look, ReadyWhen, Rows, Samples
 from spoold.policy import WHOLE, Shard
 
 if TYPE_CHECKING:
@@ -127,11 +127,12 @@ class Source(Protocol):
         Goes over every environment: for a few groups, and not often.
         """
 
-    def read(self, ids: Sequence[int]) -> Iterator[tuple[int, tuple[StepRow, ...]]]:
+    def read(self, ids: Sequence[int]) -> Rows:
         """Return the rows that become samples, the chosen one last, in the order of `ids`.
 
-        () where there is no usable row now, or the environment does not pass the gate any more. No
-        transaction is open while the caller holds an item.
+        () where there is no usable row now, or the environment does not pass the gate any more. A
+        transaction may be open while the caller holds an item, a young one: it asks for the next
+        one soon, and for nothing else before, or closes this.
         """
 
     def verify(self, remembered: Mapping[int, str], highest: int) -> BitMap64:

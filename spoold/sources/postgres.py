@@ -22,7 +22,7 @@ from typing import Final
 from pyroaring import BitMap64
 
 from spoold.errors import SourceSchemaError, SourceUnavailable
-from spoold.model import Advice, Candidate, Look, ReadyWhen, Samples, StepRow
+from spoold.model import Advice, Candidate, Look, ReadyWhen, Rows, Samples
 from spoold.policy import WHOLE, Shard
 from spoold.sources.identity import verified
 from spoold.sources.jobs import JOBS_SHOWN, pick_job
@@ -435,7 +435,7 @@ class PostgresSource:
 
     # ---- rows ----------------------------------------------------------------------------------
 
-    def read(self, ids: Sequence[int]) -> Iterator[tuple[int, tuple[StepRow, ...]]]:
+    def read(self, ids: Sequence[int]) -> Rows:
         """Return the rows that become samples, in the order of `ids`."""
         if self._reader is None:
             raise SourceUnavailable(f"{self.url} is not open", hint="open it first")

@@ -7,14 +7,14 @@ a few bytes of the texts), which say what rows are wanted; then these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import orjson
 from pyroaring import BitMap64
 
 from spoold.codec import choose, is_trajectory, samples_of
-from spoold.model import Samples, StepRow
+from spoold.model import Rows, Samples, StepRow
 from spoold.sources.postgres_open import Row, array
 
 __all__ = ["RowReader"]
@@ -67,9 +67,7 @@ class RowReader:
         self._needs_finished = needs_finished
         self._all_steps = samples is Samples.STEPS
 
-    def read(
-        self, ids: Sequence[int], unusable: Callable[[int, bool], None]
-    ) -> Iterator[tuple[int, tuple[StepRow, ...]]]:
+    def read(self, ids: Sequence[int], unusable: Callable[[int, bool], None]) -> Rows:
         """Return the rows of each environment, in the order of `ids`; () where none is usable.
 
         Calls `unusable(id, is_finished)` for each of the latter.

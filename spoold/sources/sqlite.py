@@ -26,7 +26,7 @@ from typing import Any, Final
 from pyroaring import BitMap64
 
 from spoold.errors import SourceError, SourceSchemaError, SourceUnavailable
-from spoold.model import Advice, Candidate, Look, ReadyWhen, Samples, StepRow
+from spoold.model import Advice, Candidate, Look, ReadyWhen, Rows, Samples
 from spoold.policy import WHOLE, Shard
 from spoold.sources.identity import verified
 from spoold.sources.share import Share
@@ -433,14 +433,15 @@ class SqliteSource:
 
     # ---- rows ----------------------------------------------------------------------------------
 
-    def read(self, ids: Sequence[int]) -> Iterator[tuple[int, tuple[StepRow, ...]]]:
+    def read(self, ids: Sequence[int]) -> Rows:
         """Return the rows that become samples, in the order of `ids`."""
         if self._reader is None:
             raise SourceUnavailable(f"{self._path} is not open", hint="open it first")
-        for environment, rows in self._reader.read(ids, self._watched.was_unusable):
-            if rows and rows[-1].pk > self._highest_step:
-                self._watched.ahead[environment] = rows[-1].pk
-            yield environment, rows
+        with contextlib.closing(self._reader.read(ids, self._watched.was_unusable)) as found:
+            for environment, rows in found:
+                if rows and rows[-1].pk > self._highest_step:
+                    self._watched.ahead[environment] = rows[-1].pk
+                yield environment, rows
 
     # ---- identity ------------------------------------------------------------------------------
 

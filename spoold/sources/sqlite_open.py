@@ -188,7 +188,8 @@ class Database:
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Read from one state of the database. Closes the connection where that fails.
 
-        What was read counts only once the block has ended without an error.
+        What was read counts only once the block has ended without an error. A generator that is
+        closed in the middle of it, because nobody wants the rest, is none.
         """
         connection = self._connection
         if connection is None:
@@ -202,6 +203,9 @@ class Database:
         except sqlite3.Error as error:
             self.close()
             raise self._failed(error) from error
+        except GeneratorExit:
+            connection.execute("ROLLBACK")
+            raise
         except BaseException:
             self.close()
             raise

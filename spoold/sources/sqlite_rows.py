@@ -1,26 +1,31 @@
-"""The rows of environments, in batches of a few megabytes, each read in one short transaction.
+"""The rows of environments, many in one short transaction, and one after the other.
 
 One SELECT reads the top row of every session by primary key. Mostly that is the row: completed,
 and a turn of the model. Only where it is not is the session walked down, row by row.
+
+Each row is handed on before the next one is read, so that all work on it finds it in the caches of
+the processor; and of rows of any size no more than one session's are held.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, closing
 from typing import Any, Final, NamedTuple
 
 from spoold.codec import choose, is_trajectory, samples_of
-from spoold.model import Samples, StepRow
+from spoold.model import Rows, Samples, StepRow
 from spoold.sources.sqlite_schema import Schema
 
 __all__ = ["MAX_TRANSACTION_SECONDS", "RowReader"]
 
 MAX_TRANSACTION_SECONDS: Final = 0.25
-_MAX_BYTES: Final = 8 << 20
 _AT_ONCE: Final = 256
+_BIG_BYTES: Final = 1 << 20
+# Where a session had to be walked the next ones may have to be, too.
+_FEW_AT_ONCE: Final = 8
 
 Transaction = Callable[[], AbstractContextManager[tuple[sqlite3.Connection, Schema]]]
 
@@ -41,17 +46,14 @@ def _is_finished(environment: _Environment | None) -> bool:
     return environment is not None and bool(environment.is_finished)
 
 
-class _Session(NamedTuple):
-    """What was read of one environment. `rows`: None where the session has to be walked."""
-
-    environment: _Environment | None
-    rows: tuple[StepRow, ...] | None = ()
+_Session = tuple[_Environment | None, tuple[StepRow, ...] | None]
+"""What was read of one environment. Its rows are None where the session has to be walked."""
 
 
 class RowReader:
     """Reads the rows that become samples.
 
-    `transaction` opens one; `needs_finished` is the gate. Holds at most 8 MiB of rows and one row.
+    `transaction` opens one; `needs_finished` is the gate.
     """
 
     def __init__(
@@ -63,27 +65,25 @@ class RowReader:
         self._needs_finished = needs_finished
         self._all_steps = samples is Samples.STEPS
 
-    def read(
-        self, ids: Sequence[int], unusable: Callable[[int, bool], None]
-    ) -> Iterator[tuple[int, tuple[StepRow, ...]]]:
+    def read(self, ids: Sequence[int], unusable: Callable[[int, bool], None]) -> Rows:
         """Return the rows of each environment, in the order of `ids`; () where none is usable.
 
-        Calls `unusable(id, is_finished)` for each of the latter.
+        Calls `unusable(id, is_finished)` for each of the latter. A transaction is open between one
+        environment and the next: whoever stops early has to close this.
         """
-        at = 0
+        at, many = 0, _AT_ONCE
         while at < len(ids):
-            sessions = self._gather(ids[at : at + 8 * _AT_ONCE])
-            sessions.reverse()
-            while sessions:
-                session = sessions.pop()
-                environment, rows = session.environment, session.rows
-                if rows is None:
-                    assert environment is not None
-                    rows = self._walk(environment)
-                if not rows:
-                    unusable(ids[at], _is_finished(environment))
-                yield ids[at], rows
-                at += 1
+            with closing(self._sessions(ids[at : at + many])) as sessions:
+                many = _AT_ONCE
+                for environment, rows in sessions:
+                    if rows is None:
+                        assert environment is not None
+                        rows = self._walk(environment)
+                        many = _FEW_AT_ONCE
+                    if not rows:
+                        unusable(ids[at], _is_finished(environment))
+                    yield ids[at], rows
+                    at += 1
 
     def is_usable(self, environment: int) -> bool:
         """Whether there is a usable row now."""
@@ -93,53 +93,41 @@ class RowReader:
 
     # ---- the fast way: many sessions at once ---------------------------------------------------
 
-    def _gather(self, ids: Sequence[int]) -> list[_Session]:
-        """Read a beginning of `ids`, at least one, in one transaction."""
-        sessions: list[_Session] = []
-        room = _MAX_BYTES
-        began = time.monotonic()
-        with self._transaction() as (connection, schema):
-            while len(sessions) < len(ids) and room > 0:
-                part = ids[len(sessions) : len(sessions) + _AT_ONCE]
-                room = self._read_part(connection, schema, part, room, sessions)
-                if time.monotonic() - began > MAX_TRANSACTION_SECONDS:
-                    break
-        return sessions
+    def _sessions(self, ids: Sequence[int]) -> Generator[_Session, None, None]:
+        """Read a beginning of `ids`, at least one, in one transaction.
 
-    def _read_part(
-        self,
-        connection: sqlite3.Connection,
-        schema: Schema,
-        ids: Sequence[int],
-        room: int,
-        sessions: list[_Session],
-    ) -> int:
-        """Add as many of `ids` as fit into `room` bytes, at least one; returns what is left."""
-        environments = self._environments(connection, schema, ids)
-        pks = self._row_ids(connection, schema, environments)
-        owners = {pk: one for one in ids for pk in pks.get(one, ())}
-        rows: dict[int, list[StepRow]] = {}
-        last = 0
-        cursor = connection.execute(schema.rows, {"ids": str(list(owners))})
-        # Rows come in the order of `owners`; one that is gone is left out.
-        for row in cursor:
-            one = owners[row[1]]
-            if one != last:
-                if room <= 0:
-                    break
-                own = rows[one] = []
-                facts = environments[one][:5]
-                last = one
-            room -= len(row[5] or b"") + len(row[6] or b"")
-            if self._is_own(row):
-                own.append(StepRow._make(facts + row[1:]))
-        # A cursor that is not at its end keeps the transaction alive.
-        cursor.close()
-        for one in ids:
-            sessions.append(self._session(environments.get(one), rows.get(one, [])))
-            if one == last and room <= 0:
-                break
-        return room
+        The last one comes when the transaction is over. So do those whose work takes long: what is
+        big, and what has to be walked.
+        """
+        began = time.monotonic()
+        last: _Session = (None, ())
+        with self._transaction() as (connection, schema):
+            environments = self._environments(connection, schema, ids)
+            pks = self._row_ids(connection, schema, environments)
+            wanted = str([pk for one in ids for pk in pks.get(one, ())])
+            # A cursor that is not at its end keeps the transaction alive.
+            with closing(connection.execute(schema.rows, {"ids": wanted})) as cursor:
+                found = None
+                for one in ids:
+                    environment = environments.get(one)
+                    own = []
+                    size_bytes = 0
+                    for pk in pks.get(one, ()):
+                        found = found or cursor.fetchone()
+                        # They come in the order of `wanted`; one that is gone is left out.
+                        if environment is None or found is None or found[1] != pk:
+                            continue
+                        size_bytes += len(found[5] or b"") + len(found[6] or b"")
+                        if self._is_own(found):
+                            own.append(StepRow._make(environment[:5] + found[1:]))
+                        found = None
+                    rows = self._usable(environment, own)
+                    is_old = time.monotonic() - began > MAX_TRANSACTION_SECONDS
+                    if one == ids[-1] or rows is None or size_bytes > _BIG_BYTES or is_old:
+                        last = environment, rows
+                        break
+                    yield environment, rows
+        yield last
 
     def _environments(
         self, connection: sqlite3.Connection, schema: Schema, ids: Sequence[int]
@@ -166,14 +154,17 @@ class RowReader:
             found.setdefault(environment, []).append(pk)
         return {one: sorted(pks) for one, pks in found.items()}
 
-    def _session(self, environment: _Environment | None, rows: list[StepRow]) -> _Session:
+    def _usable(
+        self, environment: _Environment | None, rows: list[StepRow]
+    ) -> tuple[StepRow, ...] | None:
+        """Return those of the rows read that become samples; None where it takes a walk to tell."""
         if environment is None or environment.top is None:
-            return _Session(environment)
+            return ()
         if self._all_steps:
-            return _Session(environment, samples_of(rows))
+            return samples_of(rows)
         if rows and rows[0].is_completed:
-            return _Session(environment, (rows[0],))
-        return _Session(environment, None)
+            return (rows[0],)
+        return None
 
     # ---- the slow way: one session, from its top down ------------------------------------------
 
