@@ -154,6 +154,7 @@ Rows: TypeAlias = Generator[tuple[int, tuple[StepRow, ...]], None, None]
 class Sample(NamedTuple):
     """One line of a batch, newline included. `weight_version` is None where it is not usable.
 
+    The line comes in pieces: of what may be megabytes no copy is made but the one that is written.
     `messages` is where in the line they lie: from, to.
     """
 
@@ -161,8 +162,14 @@ class Sample(NamedTuple):
     env_id: str
     step_pk: int
     weight_version: int | None
-    line: bytes
+    pieces: tuple[bytes | memoryview, ...]
+    size_bytes: int
     messages: tuple[int, int] = (0, 0)
+
+    @property
+    def line(self) -> bytes:
+        """The pieces, joined."""
+        return b"".join(self.pieces)
 
 
 class Ref(NamedTuple):

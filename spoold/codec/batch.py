@@ -23,14 +23,16 @@ _DIGITS: Final = bytes.maketrans(b"123456789", b"000000000")
 _LONG_NUMBER: Final = b"0" * 19
 
 
-def build_batch(seq: int, samples: Iterable[Sample]) -> tuple[BatchName, Sequence[bytes]]:
+def build_batch(
+    seq: int, samples: Iterable[Sample]
+) -> tuple[BatchName, Sequence[bytes | memoryview]]:
     """Return the name and the bytes of a batch: by environment, then step_pk. Never empty.
 
-    The bytes come in one piece, or, where a second copy of them would be felt, line by line.
+    The bytes come in one piece, or, where a second copy of them would be felt, in many.
     """
     ordered = in_order(samples)
-    pieces = [sample.line for sample in ordered]
-    if sum(map(len, pieces)) <= _JOIN_BYTES:
+    pieces = [piece for sample in ordered for piece in sample.pieces]
+    if sum(sample.size_bytes for sample in ordered) <= _JOIN_BYTES:
         pieces = [b"".join(pieces)]
     digest = hashlib.sha256()
     for piece in pieces:

@@ -107,7 +107,7 @@ def _reward(row: StepRow) -> tuple[float, str]:
 
 
 def _number(row: StepRow, column: str, value: object) -> float:
-    if isinstance(value, int | float) and math.isfinite(value):
+    if isinstance(value, (int, float)) and math.isfinite(value):
         return float(value)
     raise _Unusable("bad-reward", f"{column} is not a finite number", row, value)
 
@@ -135,7 +135,7 @@ def _samples(rows: Sequence[StepRow], max_sample_bytes: int, trusted: bool) -> l
     size_bytes = 0
     for row in rows:
         sample = _sample(row, reward, reward_source, max_sample_bytes, trusted)
-        size_bytes += len(sample.line)
+        size_bytes += sample.size_bytes
         if size_bytes > max_sample_bytes:
             raise _too_big(row, size_bytes, max_sample_bytes)
         samples.append(sample)
@@ -178,11 +178,11 @@ def _sample(
         },
         option=orjson.OPT_APPEND_NEWLINE,
     )
-    # One copy of what may be megabytes, straight into the line.
-    messages = _messages(row, max_sample_bytes, trusted)
-    line = b"".join((head[:-1], _MESSAGES, *messages, b",", tail[1:]))
-    place = len(head) - 1 + len(_MESSAGES), len(line) - len(tail)
-    return Sample(environment, env_id, pk, version, line, place)
+    history, end = _messages(row, max_sample_bytes, trusted)
+    before, after = head[:-1] + _MESSAGES, b"%b,%b" % (end, tail[1:])
+    size_bytes = len(before) + len(history) + len(after)
+    place = len(before), size_bytes - len(tail)
+    return Sample(environment, env_id, pk, version, (before, history, after), size_bytes, place)
 
 
 def _texts(row: StepRow) -> tuple[str, str, str, str, str, str]:
@@ -233,8 +233,10 @@ def _timestamp(created_at: object) -> float:
         return 0.0
 
 
-def _messages(row: StepRow, max_sample_bytes: int, trusted: bool) -> tuple[bytes | memoryview, ...]:
-    """Return the JSON of the messages in pieces, on one line, with the assistant turn appended."""
+def _messages(
+    row: StepRow, max_sample_bytes: int, trusted: bool
+) -> tuple[bytes | memoryview, bytes]:
+    """Return the JSON of the messages in two parts, on one line: theirs, and the assistant turn."""
     raw = row.messages
     if not isinstance(raw, bytes):
         raise _Unusable("bad-messages", "messages is no text", row, raw)
@@ -250,8 +252,8 @@ def _messages(row: StepRow, max_sample_bytes: int, trusted: bool) -> tuple[bytes
         raw = raw.translate(None, b"\r\n")
     turn = _assistant_turn(row)
     if not turn:
-        return (raw,)
-    return memoryview(raw.rstrip(_BLANK))[:-1], b"" if is_empty else b",", turn, b"]"
+        return raw, b""
+    return memoryview(raw.rstrip(_BLANK))[:-1], b"%b%b]" % (b"" if is_empty else b",", turn)
 
 
 def _parsed(row: StepRow, raw: bytes) -> list[Any]:

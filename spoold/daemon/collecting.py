@@ -161,7 +161,7 @@ class Collector:
                 into.notes.append((encoded, _group_of(member)))
                 whole = False
             elif whole:
-                size_bytes += sum([len(sample.line) for sample in encoded])
+                size_bytes += sum([sample.size_bytes for sample in encoded])
                 samples += encoded
                 if size_bytes > settings.max_sample_bytes:
                     samples.clear()  # of what is too big no more than this is ever held

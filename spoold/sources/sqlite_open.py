@@ -70,6 +70,9 @@ _UNAVAILABLE: Final = {
     ),
 }
 
+# Pages are read once, mostly: what stays in the processor's cache is worth more than many of them.
+_CACHE_KIB: Final = 512
+
 _NO_SHARED_MEMORY: Final = frozenset(
     {
         sqlite3.SQLITE_IOERR_SHMOPEN,
@@ -154,6 +157,7 @@ class Database:
             self._connection = connection
             connection.text_factory = bytes
             connection.execute("PRAGMA query_only = 1")
+            connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             # Reads the file for the first time: -wal and -shm are open after this.
             connection.execute("PRAGMA schema_version").fetchone()
         except sqlite3.Error as error:

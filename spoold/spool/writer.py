@@ -92,16 +92,19 @@ class Writer:
 
         `samples` in their order; of the first `sound` it is known that the messages are.
         """
+        memory = self._memory
+        memory.seek(0)
         end = 0
         places = []
         for number, sample in enumerate(samples):
-            at, end = end, end + len(sample.line)
-            self._memory[at:end] = sample.line
+            for piece in sample.pieces:
+                memory.write(piece)
             if number >= sound:
-                places.append((at + sample.messages[0], at + sample.messages[1]))
+                places.append((end + sample.messages[0], end + sample.messages[1]))
+            end += sample.size_bytes
         facts = {"seq": name.seq, "samples": name.samples, "lo": name.lo, "hi": name.hi}
         order = orjson.dumps({"name": facts, "places": places}) + b"\n"
-        self._memory[end : end + len(order)] = order
+        memory.write(order)
         os.eventfd_write(self._bell, end)
 
     def has_answered(self) -> bool:
