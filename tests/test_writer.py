@@ -41,7 +41,11 @@ def sample_of(environment: int, messages: bytes = b'[{"role":"user"}]') -> Sampl
     before, key, after = sample_line(environment).partition(b'"messages":')
     at = len(before + key)
     line = before + key + messages + after[after.index(b"]") + 1 :]
-    return Sample(environment, f"env-{environment}", 96, 7, line, (at, at + len(messages)))
+    return sample_with(line, environment, (at, at + len(messages)))
+
+
+def sample_with(line: bytes, environment: int = 1, messages: tuple[int, int] = (0, 0)) -> Sample:
+    return Sample(environment, f"env-{environment}", 96, 7, (line,), len(line), messages)
 
 
 @pytest.fixture
@@ -83,7 +87,7 @@ def kill(beside: Writer, number: int) -> None:
 
 
 def fits(beside: Writer, samples: list[Sample]) -> bool:
-    return beside.fits(len(samples), sum(len(one.line) for one in samples))
+    return beside.fits(len(samples), sum(one.size_bytes for one in samples))
 
 
 def write(beside: Writer, seq: int, *samples: Sample, sound: int = 99) -> str | None:
@@ -114,18 +118,18 @@ class TestOneBatch:
             assert write(beside, 1, sample_of(1, good), sound=0) is not None
 
     def test_it_fits_up_to_eight_mebibytes(self, run: RunDir, lock: fs.Lock) -> None:
-        size = MAX_BYTES - len(sample_of(1).line)
-        full = [Sample(1, "env-1", 96, 7, b"x" * size), sample_of(2)]
+        size = MAX_BYTES - sample_of(1).size_bytes
+        full = [sample_with(b"x" * size), sample_of(2)]
         with ready(run, lock) as beside:
             assert fits(beside, full)
-            assert not fits(beside, [*full, Sample(3, "env-3", 96, 7, b"\n")])
+            assert not fits(beside, [*full, sample_with(b"\n", 3)])
             name = write(beside, 1, *full)
             assert name is not None
             assert os.stat(f"{run.pending}/{name}").st_size == MAX_BYTES
 
     def test_many_small_samples_fit_with_all_their_places(self, run: RunDir, lock: fs.Lock) -> None:
         line = b'{"messages":[{}]}\n'
-        samples = [Sample(1, "env-1", 96, 7, line, (12, 16))] * writer._MAX_SAMPLES
+        samples = [sample_with(line, 1, (12, 16))] * writer._MAX_SAMPLES
         with ready(run, lock) as beside:
             assert fits(beside, samples)
             assert not fits(beside, [*samples, samples[0]])
@@ -421,6 +425,7 @@ class TestABacklog:
             raise BlockingIOError(11, "Resource temporarily unavailable")
 
         ids = register(rollouts, 12, {})
+        monkeypatch.setattr(delivery, "BACKLOG_BATCHES", 4)
         monkeypatch.setattr(writer.subprocess, "Popen", none_left)
         with running(tmp_path, batch_size=1) as it:
             it.go()
@@ -442,6 +447,7 @@ class TestABacklog:
             return False
 
         ids = register(rollouts, 12, {})
+        monkeypatch.setattr(delivery, "BACKLOG_BATCHES", 4)
         monkeypatch.setattr(Writer, "is_ready", kill_at_once)
         with running(tmp_path, batch_size=1) as it:
             it.go()
