@@ -273,7 +273,7 @@ def test_more_than_one_transaction_may_read_is_read_in_several(
 def is_open(rollouts: Rollouts) -> bool:
     """Whether a reader holds up a checkpoint of what is committed after it began."""
     rollouts.db.execute("PRAGMA busy_timeout = 0")
-    rollouts.db.execute("UPDATE job_environments SET env_name = env_name")
+    rollouts.register()
     busy, _, _ = rollouts.db.execute("PRAGMA wal_checkpoint(truncate)").fetchone()
     return bool(busy)
 
