@@ -262,6 +262,22 @@ class TestHints:
             self.pass_time(it, 0.3)
             assert environments(it.run) == [2, 3]
 
+    def test_a_commit_that_showed_while_a_batch_was_published_is_delivered_at_once(
+        self, tmp_path: Path, rollouts: Rollouts
+    ) -> None:
+        rollouts.register(1)
+        with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
+            it.go()
+            self.pass_time(it, 5.0)
+            complete(rollouts, 1)
+            it.daemon.hint(source=True, spool=False)
+            pause = it.daemon.step()
+            assert environments(it.run) == [2]
+            complete(rollouts, 1)
+            assert pause == 0.0
+            it.daemon.step()
+            assert environments(it.run) == [2, 3]
+
 
 class TestHeld:
     def test_reading_stops_at_max_pending_batches_and_goes_on_by_itself(

@@ -115,8 +115,9 @@ class SqliteSource:
         *(0.0005, 0.0005, 0.001, 0.001, 0.002, 0.003, 0.005),
         *(0.01, 0.02, 0.04, 0.08, 0.1),
     )
-    # A look that finds one commit may have used up the hint of the next. That is rare.
-    peek_seconds: Sequence[float] = (0.002, 0.02, 0.2)
+    # A look that finds one commit may have used up the hint of the next, which then became visible
+    # while a batch was published: each would be delivered only with the one after it.
+    peek_seconds: Sequence[float] = (0.0, 0.002, 0.02, 0.2)
     one_at_a_time = True
 
     def advice(self) -> tuple[Advice, ...]:
