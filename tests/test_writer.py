@@ -117,7 +117,7 @@ class TestOneBatch:
             assert tree(run) == []
             assert write(beside, 1, sample_of(1, good), sound=0) is not None
 
-    def test_it_fits_up_to_eight_mebibytes(self, run: RunDir, lock: fs.Lock) -> None:
+    def test_it_fits_up_to_sixteen_mebibytes(self, run: RunDir, lock: fs.Lock) -> None:
         size = MAX_BYTES - sample_of(1).size_bytes
         full = [sample_with(b"x" * size), sample_of(2)]
         with ready(run, lock) as beside:
@@ -425,7 +425,6 @@ class TestABacklog:
             raise BlockingIOError(11, "Resource temporarily unavailable")
 
         ids = register(rollouts, 12, {})
-        monkeypatch.setattr(delivery, "BACKLOG_BATCHES", 4)
         monkeypatch.setattr(writer.subprocess, "Popen", none_left)
         with running(tmp_path, batch_size=1) as it:
             it.go()
@@ -447,7 +446,6 @@ class TestABacklog:
             return False
 
         ids = register(rollouts, 12, {})
-        monkeypatch.setattr(delivery, "BACKLOG_BATCHES", 4)
         monkeypatch.setattr(Writer, "is_ready", kill_at_once)
         with running(tmp_path, batch_size=1) as it:
             it.go()

@@ -32,8 +32,8 @@ __all__ = ["Counts", "Delivery"]
 
 log = logging.getLogger("spoold.daemon")
 
-# So many batches are a backlog that is worth a process: it begins to help after some twenty.
-BACKLOG_BATCHES: Final = 32
+# So many batches one after the other are a backlog that is worth a process.
+BACKLOG_BATCHES: Final = 4
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Writing:
 class Delivery:
     """Publishes what the plan says is due.
 
-    Where there is a backlog, another process writes a batch of up to 8 MiB while the next one is
+    Where there is a backlog, another process writes a batch of up to 16 MiB while the next one is
     read here.
     """
 
@@ -102,7 +102,7 @@ class Delivery:
         self._source = source
         self._writer: Writer | None = None
         self._writing: Writing | None = None
-        self._has_asked_for_writer = False
+        self._in_a_row = 0
         # Some row of this backlog cannot be used: each is looked into before it goes anywhere.
         self._is_careful = False
 
@@ -227,7 +227,7 @@ class Delivery:
         self._end_writer()
 
     def _end_writer(self) -> None:
-        self._has_asked_for_writer = False
+        self._in_a_row = 0
         self._is_careful = False
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -247,14 +247,14 @@ class Delivery:
 
     def _ready_writer(self) -> Writer | None:
         """Return the process that writes; None where there is no backlog, or no process yet."""
+        self._in_a_row += 1
         if self._writer is not None and self._writing is None:
             code = self._writer.exit_code()
             if code is not None:
                 self._writer.close()
                 self._writer = None
                 _go_on_alone(f"it ended (exit code {code})")
-        if not self._has_asked_for_writer and self.plan.whole_batches >= BACKLOG_BATCHES:
-            self._has_asked_for_writer = True
+        if self._writer is None and self._in_a_row == BACKLOG_BATCHES:
             try:
                 self._writer = Writer(self.run, self.lock)
             except OSError as error:

@@ -155,11 +155,6 @@ class GroupPlan:
             ]
         return min(dues, default=None)
 
-    @property
-    def whole_batches(self) -> int:
-        """How many batches of `batch_size` groups there are in what is ready."""
-        return len(self._whole) // self.batch_size
-
     def next_batch(self, now: float) -> tuple[Unit, ...]:
         """Return the units of the batch that is due now, each the ids that must stay together."""
         if self._since is None:

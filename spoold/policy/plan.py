@@ -132,11 +132,6 @@ class Plan:
             return self._since
         return self._since + self.linger_seconds
 
-    @property
-    def whole_batches(self) -> int:
-        """How many batches of `batch_size` there are in what is ready."""
-        return len(self.ready) // self.batch_size
-
     def next_batch(self, now: float) -> tuple[Unit, ...]:
         """Return the units of the batch that is due now, each the ids that must stay together."""
         due = self.due_at()

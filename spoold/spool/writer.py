@@ -35,7 +35,7 @@ from spoold.spool.publish import publish
 
 __all__ = ["MAX_BYTES", "Writer", "main"]
 
-MAX_BYTES: Final = 8 << 20
+MAX_BYTES: Final = 16 << 20
 _MAX_SAMPLES: Final = 16384
 # For the line of JSON behind the samples: it names two places in each of them.
 _ORDER_BYTES: Final = 1 << 20
