@@ -110,9 +110,9 @@ class SqliteSource:
         return self._watched.missing
 
     # A hint may come before its commit is visible, by as long as the writer syncs: this is after
-    # 0.5, 1, 2, 3, 5, 8, 13, 23, 43, 83, 163 and 263 ms.
+    # 0.3, 0.6, 1, 1.5, 2, 3, 5, 8, 18, 38, 78, 158 and 258 ms.
     hinted_seconds: Sequence[float] = (
-        *(0.0005, 0.0005, 0.001, 0.001, 0.002, 0.003, 0.005),
+        *(0.0003, 0.0003, 0.0004, 0.0005, 0.0005, 0.001, 0.002, 0.003),
         *(0.01, 0.02, 0.04, 0.08, 0.1),
     )
     # A look that finds one commit may have used up the hint of the next, which then became visible
