@@ -208,7 +208,10 @@ class Database:
             self.close()
             raise self._failed(error) from error
         except GeneratorExit:
-            connection.execute("ROLLBACK")
+            try:
+                connection.execute("ROLLBACK")
+            except sqlite3.Error:
+                self.close()  # the next call opens it anew, or says what is wrong
             raise
         except BaseException:
             self.close()
