@@ -24,8 +24,6 @@ __all__ = ["MAX_TRANSACTION_SECONDS", "RowReader"]
 MAX_TRANSACTION_SECONDS: Final = 0.25
 _AT_ONCE: Final = 256
 _BIG_BYTES: Final = 1 << 20
-# Where a session had to be walked the next ones may have to be, too.
-_FEW_AT_ONCE: Final = 8
 
 Transaction = Callable[[], AbstractContextManager[tuple[sqlite3.Connection, Schema]]]
 
@@ -50,6 +48,15 @@ _Session = tuple[_Environment | None, tuple[StepRow, ...] | None]
 """What was read of one environment. Its rows are None where the session has to be walked."""
 
 
+def _size_of(rows: Sequence[StepRow]) -> int:
+    return sum(
+        len(text)
+        for row in rows
+        for text in (row.messages, row.response)
+        if isinstance(text, bytes)
+    )
+
+
 class RowReader:
     """Reads the rows that become samples.
 
@@ -71,15 +78,13 @@ class RowReader:
         Calls `unusable(id, is_finished)` for each of the latter. A transaction is open between one
         environment and the next: whoever stops early has to close this.
         """
-        at, many = 0, _AT_ONCE
+        at = 0
         while at < len(ids):
-            with closing(self._sessions(ids[at : at + many])) as sessions:
-                many = _AT_ONCE
+            with closing(self._sessions(ids[at : at + _AT_ONCE])) as sessions:
                 for environment, rows in sessions:
                     if rows is None:
                         assert environment is not None
                         rows = self._walk(environment)
-                        many = _FEW_AT_ONCE
                     if not rows:
                         unusable(ids[at], _is_finished(environment))
                     yield ids[at], rows
@@ -97,7 +102,7 @@ class RowReader:
         """Read a beginning of `ids`, at least one, in one transaction.
 
         The last one comes when the transaction is over. So do those whose work takes long: what is
-        big, and what has to be walked.
+        big, and what takes more of a walk than one transaction may.
         """
         began = time.monotonic()
         last: _Session = (None, ())
@@ -122,6 +127,10 @@ class RowReader:
                             own.append(StepRow._make(environment[:5] + found[1:]))
                         found = None
                     rows = self._usable(environment, own)
+                    if rows is None and environment is not None:
+                        until = began + MAX_TRANSACTION_SECONDS
+                        rows = self._walk_at_once(connection, schema, environment, until)
+                        size_bytes += _size_of(rows or ())
                     is_old = time.monotonic() - began > MAX_TRANSACTION_SECONDS
                     if one == ids[-1] or rows is None or size_bytes > _BIG_BYTES or is_old:
                         last = environment, rows
@@ -167,6 +176,26 @@ class RowReader:
         return None
 
     # ---- the slow way: one session, from its top down ------------------------------------------
+
+    def _walk_at_once(
+        self,
+        connection: sqlite3.Connection,
+        schema: Schema,
+        environment: _Environment,
+        until: float,
+    ) -> tuple[StepRow, ...] | None:
+        """Walk a session in the transaction that is open; None where that takes too long."""
+        rows: list[StepRow] = []
+        for pk in reversed(self._ids_of(connection, schema, environment)):
+            if time.monotonic() > until:
+                return None
+            rows += self._one_row(connection, schema.heads, environment, pk)
+            if rows and rows[-1].is_completed:
+                break
+        chosen = choose(rows)
+        if chosen is None:
+            return ()
+        return tuple(self._one_row(connection, schema.rows, environment, chosen.pk))
 
     def _walk(self, environment: _Environment) -> tuple[StepRow, ...]:
         pk = self._choose_by_heads(environment)

@@ -76,7 +76,6 @@ HURRIED = [
     (sqlite, "MAX_TRANSACTION_SECONDS", -1.0),
     (sqlite_rows, "MAX_TRANSACTION_SECONDS", -1.0),
     (sqlite_rows, "_AT_ONCE", 2),
-    (sqlite_rows, "_FEW_AT_ONCE", 1),
 ]
 
 
