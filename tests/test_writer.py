@@ -16,6 +16,7 @@ import pytest
 from spoold import fs
 from spoold.codec import build_batch, name_batch
 from spoold.daemon import delivery
+from spoold.daemon.collecting import Collected
 from spoold.errors import LockLost, SpoolWriteError
 from spoold.layout import RunDir
 from spoold.model import Sample
@@ -136,6 +137,17 @@ class TestOneBatch:
             name = write(beside, 1, *samples, sound=0)
             assert name is not None
             assert os.stat(f"{run.pending}/{name}").st_size == len(line) * len(samples)
+
+
+@pytest.mark.parametrize("bad", range(5))
+def test_what_is_looked_into_here_is_looked_into_sample_by_sample(bad: int) -> None:
+    messages = b'[{"role": "user", "content": "q"}]'
+    samples = [sample_of(n, BAD[1] if n == bad else messages) for n in range(5)]
+    assert not Collected(samples=samples).check(lambda: False)
+    turns = iter([False] * bad + [True])
+    part = Collected(samples=samples)
+    assert part.check(lambda: next(turns))
+    assert part.sound == bad
 
 
 class TestFailures:
