@@ -281,7 +281,7 @@ def is_open(rollouts: Rollouts) -> bool:
 def test_a_transaction_is_over_before_the_last_row_and_what_takes_long_are_handed_on(
     rollouts: Rollouts, path: Path
 ) -> None:
-    quick, big, walked, big_walked, quick_too, last = ids = rollouts.register(6)
+    quick, big, walked, big_walked, quick_too, _last = ids = rollouts.register(6)
     for environment in ids:
         text = "x" * (sqlite_rows._BIG_BYTES if environment in (big, big_walked) else 1)
         rollouts.complete(environment, messages=[{"role": "user", "content": text}])
