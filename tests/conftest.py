@@ -6,6 +6,12 @@ import signal
 from collections import Counter
 
 import pytest
+from hypothesis import settings
+
+from tests.support.chance import NEW
+
+settings.register_profile("same draws each time", derandomize=not NEW)
+settings.load_profile("same draws each time")
 
 
 @pytest.hookimpl

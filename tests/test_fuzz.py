@@ -82,7 +82,7 @@ def template() -> Iterator[Path]:
 things = st.lists(st.tuples(st.sampled_from(FOLDERS), names, kinds, st.binary(max_size=40)))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(things=things)
 def test_whatever_lies_about_the_daemon_serves_the_rest_or_says_what_stops_it(
     template: Path, things: list[tuple[str, bytes, str, bytes]]

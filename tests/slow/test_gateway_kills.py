@@ -6,7 +6,6 @@ SPOOLD_TEST_SEED sets it.
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import sys
@@ -19,6 +18,7 @@ import pytest
 
 from spoold.demo.children import daemon_command
 from spoold.layout import State as Folder
+from tests.support.chance import a_seed
 from tests.support.gateways import needs_http, serve_command, url_of
 from tests.support.processes import Players, batch_names, until
 from tests.support.rollouts import make_rollouts
@@ -37,8 +37,7 @@ class Scene:
         self.players = players
         self.run_dir = folder / "run"
         self.state_file = folder / "state.json"
-        seed = int(os.environ.get("SPOOLD_TEST_SEED") or random.randrange(10**6))
-        print(f"SPOOLD_TEST_SEED={seed}")
+        seed = a_seed()
         self.rng = random.Random(seed)
         self.rollouts = make_rollouts(folder / "rollouts.db")
         with self.rollouts.together():

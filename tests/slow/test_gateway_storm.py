@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import itertools
-import os
 import random
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.chance import a_seed
 from tests.support.gateways import Client, ask, needs_http, serve_command, url_of
 from tests.support.handmade import ls, make_run_dir, put, sample
 from tests.support.needs import needs
@@ -137,8 +137,7 @@ def peak_mb(pid: int) -> float:
 def test_a_storm_leaves_the_spool_as_it_should_be_and_one_client_served(
     run: Path, players: Players
 ) -> None:
-    seed = int(os.environ.get("SPOOLD_TEST_SEED") or random.randrange(10**6))
-    print(f"SPOOLD_TEST_SEED={seed}")
+    seed = a_seed()
     names, uids = [], []
     for seq in range(1, BATCHES + 1):
         text = "x" * (4 << 20 if seq % 20 == 0 else 20_000)

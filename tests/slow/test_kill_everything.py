@@ -21,6 +21,7 @@ from spoold.demo import database
 from spoold.demo.account import Account, account, batches
 from spoold.demo.children import daemon_command, trainer_command, writer_command
 from spoold.layout import NoteName, State
+from tests.support.chance import a_seed
 from tests.support.processes import (
     HAND,
     SHARING_TRAINER,
@@ -47,10 +48,9 @@ class Scene:
         self.db = str(folder / "rollouts.db")
         self.run_dir = str(folder / "run")
         self.checkpoint = folder / "checkpoint.json"
-        self.seed = int(os.environ.get("SPOOLD_TEST_SEED") or random.randrange(10**6))
+        self.seed = a_seed()
         self.rng = random.Random(self.seed)
         self.ids_by_seq: dict[int, str] = {}
-        print(f"SPOOLD_TEST_SEED={self.seed}")
         database.create(self.db, environments=ENVIRONMENTS, seed=self.seed)
 
     def start(self, *daemon_options: str) -> None:

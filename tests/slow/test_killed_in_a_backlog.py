@@ -15,6 +15,7 @@ import pytest
 
 from spoold.demo.children import Child
 from spoold.layout import RunDir, State
+from tests.support.chance import a_seed
 from tests.support.daemons import environments
 from tests.support.processes import Players, batch_names, run_once, until
 from tests.support.rollouts import make_rollouts
@@ -46,8 +47,7 @@ def has_ended_or_holds(daemon: Child, run: RunDir, batches: int) -> bool:
 
 
 def test_each_environment_is_there_once_whoever_is_killed(tmp_path: Path) -> None:
-    seed = int(os.environ.get("SPOOLD_TEST_SEED") or random.randrange(10**6))
-    print(f"SPOOLD_TEST_SEED={seed}")
+    seed = a_seed()
     dice = random.Random(seed)
     rollouts = make_rollouts(tmp_path / "rollouts.db")
     ids = rollouts.register(ENVIRONMENTS)

@@ -7,7 +7,6 @@ printed; SPOOLD_TEST_SEED sets it.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import random
 import sys
@@ -22,6 +21,7 @@ from spoold.demo.account import account, batches
 from spoold.layout import State
 from spoold.policy.shards import Shard, number_of
 from tests.support import processes
+from tests.support.chance import a_seed
 from tests.support.postgres import PostgresRollouts, make_postgres
 from tests.support.processes import SHARING_TRAINER, Players, batch_names, run_once, until
 from tests.support.rollouts import JOB
@@ -119,9 +119,8 @@ class Writers:
 
 
 def test_each_environment_is_in_one_of_three_shards_though_all_are_killed(tmp_path: Path) -> None:
-    seed = int(os.environ.get("SPOOLD_TEST_SEED") or random.randrange(10**6))
+    seed = a_seed()
     rng = random.Random(seed)
-    print(f"SPOOLD_TEST_SEED={seed}")
     shards = [Shard(i, SHARDS) for i in range(SHARDS)]
     run_dirs = [str(tmp_path / f"run-{i}") for i in range(SHARDS)]
     daemons = [f"daemon-{i}" for i in range(SHARDS)]

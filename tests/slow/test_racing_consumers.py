@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import time
@@ -13,6 +12,7 @@ import pytest
 
 from spoold.demo.children import daemon_command
 from spoold.layout import State
+from tests.support.chance import a_seed
 from tests.support.processes import Players, batch_names, ledger, run_once, until
 from tests.support.rollouts import make_rollouts
 
@@ -41,8 +41,7 @@ def players(tmp_path: Path) -> Iterator[Players]:
 
 
 def test_every_batch_is_acked_by_exactly_one_consumer(tmp_path: Path, players: Players) -> None:
-    seed = int(os.environ.get("SPOOLD_TEST_SEED") or random.randrange(10**6))
-    print(f"SPOOLD_TEST_SEED={seed}")
+    seed = a_seed()
     rng = random.Random(seed)
     made = make_rollouts(tmp_path / "rollout.db")
     with made.together():

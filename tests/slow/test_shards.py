@@ -15,6 +15,7 @@ from spoold.demo import database
 from spoold.demo.account import account
 from spoold.demo.children import daemon_command, writer_command
 from spoold.layout import State
+from tests.support.chance import a_seed
 from tests.support.processes import SHARING_TRAINER, Players, batch_names, run_once, until
 
 pytestmark = pytest.mark.slow
@@ -38,8 +39,7 @@ def owners(db: str) -> dict[int, int]:
 def test_three_shards_hold_each_environment_once_though_all_daemons_and_trainers_are_killed(
     tmp_path: Path,
 ) -> None:
-    seed = int(os.environ.get("SPOOLD_TEST_SEED") or random.randrange(10**6))
-    print(f"SPOOLD_TEST_SEED={seed}")
+    seed = a_seed()
     rng = random.Random(seed)
     db = str(tmp_path / "rollouts.db")
     database.create(db, environments=ENVIRONMENTS, seed=seed)
