@@ -91,8 +91,13 @@ def fits(beside: Writer, samples: list[Sample]) -> bool:
     return beside.fits(len(samples), sum(one.size_bytes for one in samples))
 
 
+def begin(beside: Writer, seq: int, *samples: Sample, sound: int = 99) -> None:
+    beside.load(samples)
+    beside.begin(name_batch(seq, samples, ""), sound=sound)
+
+
 def write(beside: Writer, seq: int, *samples: Sample, sound: int = 99) -> str | None:
-    beside.begin(name_batch(seq, samples, ""), samples, sound=sound)
+    begin(beside, seq, *samples, sound=sound)
     written = beside.finish()
     return None if written is None else written.name.file_name
 
@@ -177,7 +182,7 @@ class TestFailures:
     ) -> None:
         with ready(run, lock) as beside:
             kill(beside, signal.SIGSTOP)
-            beside.begin(name_batch(1, [sample_of(1)], ""), [sample_of(1)], sound=1)
+            begin(beside, 1, sample_of(1))
             kill(beside, signal.SIGKILL)
             with pytest.raises(SpoolWriteError, match="ended \\(exit code -9\\)") as caught:
                 beside.finish()
@@ -201,7 +206,7 @@ class TestItsLife:
         self, run: RunDir, lock: fs.Lock
     ) -> None:
         with ready(run, lock) as beside:
-            beside.begin(name_batch(1, [sample_of(1)], ""), [sample_of(1)], sound=1)
+            begin(beside, 1, sample_of(1))
         assert len(tree(run)) == 1
 
     def test_after_a_kill_of_the_daemon_the_lock_is_held_until_the_batch_is_whole(
@@ -214,14 +219,14 @@ class TestItsLife:
             from spoold.layout import RunDir
             from spoold.spool.writer import Writer
             from tests.support.beside import wait_for
-            from tests.test_writer import pid_of, sample_of
+            from tests.test_writer import begin, pid_of, sample_of
             run = RunDir(sys.argv[1])
             lock = fs.Lock(run.lock)
             assert lock.acquire()
             beside = Writer(run, lock)
             wait_for(beside)
             os.kill(pid_of(beside), signal.SIGSTOP)
-            beside.begin(name_batch(1, [sample_of(1)], ""), [sample_of(1)], sound=1)
+            begin(beside, 1, sample_of(1))
             print(pid_of(beside), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         """

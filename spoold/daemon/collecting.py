@@ -38,6 +38,8 @@ class Collected:
     """Closed by its bytes: what did not fit has lingered long enough."""
     sound: int = 0
     """Of so many samples, from the first on, it is known that the messages are: `codec.encode`."""
+    is_loaded: bool = False
+    """Whether they lie before the process that writes, which has not begun to."""
     is_cut_sound: bool = True
     """Whether it is known of what did not fit, too."""
     bad_before: int = 0

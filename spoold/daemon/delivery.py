@@ -26,7 +26,7 @@ from spoold.spool.inventory import MISSING_ROW, Inventory
 from spoold.spool.notes import remove_note, write_note
 from spoold.spool.publish import Numbers, publish
 from spoold.spool.statusfile import LatestNote, Published
-from spoold.spool.writer import Writer
+from spoold.spool.writer import Writer, Written
 
 __all__ = ["Counts", "Delivery"]
 
@@ -102,6 +102,7 @@ class Delivery:
         self._source = source
         self._writer: Writer | None = None
         self._writing: Writing | None = None
+        self._written: tuple[Writing, Written] | None = None
         self._in_a_row = 0
         # Some row of this backlog cannot be used: each is looked into before it goes anywhere.
         self._is_careful = False
@@ -144,19 +145,28 @@ class Delivery:
         """
         writer = self._ready_writer()
         collected = self._collect(source, units, writer)
-        if not self.finish(source.job, now):
+        if not self._await(now):
             return  # what nobody can read of it becomes notes first
-        # RACE: a database may be restored in place between the last look and the read.
-        if not source.is_verified():
-            source.verify(self.inventory.latest(), self.inventory.highest_environment)
-        for note, group in collected.notes:
-            self.note(note, source.job, now, group=group)
-        self.collector.bad_in_a_row = collected.bad_in_a_row
-        self.plan.drop(collected.incomplete)
-        if collected.samples:
-            self._publish(collected, writer, source.job, now)
+        # The next batch begins first: no time of the writer goes by with accounts of the last one.
+        try:
+            self._verify(source, now)
+            for note, group in collected.notes:
+                self.note(note, source.job, now, group=group)
+            self.collector.bad_in_a_row = collected.bad_in_a_row
+            self.plan.drop(collected.incomplete)
+            if collected.samples:
+                self._publish(collected, writer, source.job, now)
+        finally:
+            self._account(source.job, now)
         if not self.plan.next_batch(now):
             self.rest(source.job, now)
+
+    def _verify(self, source: Source, now: float) -> None:
+        """Make sure that what was read is of the source that all before was read of."""
+        # RACE: a database may be restored in place between the last look and the read.
+        if not source.is_verified():
+            self._account(source.job, now)
+            source.verify(self.inventory.latest(), self.inventory.highest_environment)
 
     def _collect(self, source: Source, units: Sequence[Unit], writer: Writer | None) -> Collected:
         """Read a batch. Its messages are looked into here as long as the writer has no time for it.
@@ -164,15 +174,24 @@ class Delivery:
         The result is the same: what the writer finds unsound is read once more, and becomes notes.
         So is what has notes already: of messages that nobody has looked into they may be wrong.
         """
-        if writer is not None and not self._is_careful:
-            collected = self.collector.collect(source, units, trusted=True)
-            is_theirs = writer.fits(len(collected.samples), collected.size_bytes)
-            if collected.is_clean and collected.check(
-                lambda: is_theirs and (self._writing is None or writer.has_answered())
-            ):
-                return collected
+        is_trusted = writer is not None and not self._is_careful
+        collected = self.collector.collect(source, units, trusted=is_trusted)
+        self._load(collected, writer)
+
+        def is_enough() -> bool:
+            busy = self._writing is not None and not self._writing.writer.has_answered()
+            return collected.is_loaded and not busy
+
+        if is_trusted and not (collected.is_clean and collected.check(is_enough)):
             self._is_careful = True
-        return self.collector.collect(source, units)
+            collected = self.collector.collect(source, units)
+            self._load(collected, writer)
+        return collected
+
+    def _load(self, collected: Collected, writer: Writer | None) -> None:
+        if writer is not None and writer.fits(len(collected.samples), collected.size_bytes):
+            writer.load(collected.samples)
+            collected.is_loaded = True
 
     def _publish(self, collected: Collected, writer: Writer | None, job: str, now: float) -> None:
         seq = self.numbers.next()
@@ -181,9 +200,9 @@ class Delivery:
         )
         samples, entry = collected.samples, collected.entry()
         collected.samples = []
-        if writer is not None and writer.fits(len(samples), collected.size_bytes):
+        if writer is not None and collected.is_loaded:
             name = codec.name_batch(seq, samples, "")
-            writer.begin(name, samples, sound=collected.sound)
+            writer.begin(name, sound=collected.sound)
             self._writing = Writing(name, entry, collected, writer)
             return
         assert collected.sound == len(samples)
@@ -200,6 +219,12 @@ class Delivery:
         False where its messages were not sound: its environments are to come again, and are looked
         into. So they are when its writing raised something; that is raised.
         """
+        is_sound = self._await(now)
+        self._account(job, now)
+        return is_sound
+
+    def _await(self, now: float) -> bool:
+        """Wait for the batch that is being written; `finish` without taking it in."""
         writing, self._writing = self._writing, None
         if writing is None:
             return True
@@ -212,8 +237,14 @@ class Delivery:
             self.numbers.put_back(seq)
             self.plan.restore(units, now)
             return False
-        self._take_in(written.name, writing.entry, writing.collected, written.seconds, job, now)
+        self._written = writing, written
         return True
+
+    def _account(self, job: str, now: float) -> None:
+        """Take in the batch that was written beside, if that was not done yet."""
+        if self._written is not None:
+            (writing, (name, seconds)), self._written = self._written, None
+            self._take_in(name, writing.entry, writing.collected, seconds, job, now)
 
     def rest(self, job: str, now: float) -> None:
         """Finish what is being written, and end its writer: there is no backlog any more."""

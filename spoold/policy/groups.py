@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from spoold.model import Candidate, PartialGroups
@@ -95,25 +95,25 @@ class GroupPlan:
         for environment in environments:
             self._forget(environment)
 
-    def take(self, units: Iterable[Unit], now: float) -> None:
+    def take(self, units: Sequence[Unit], now: float) -> None:
         """Take out what is being written to a batch; what is left begins to linger anew."""
         for unit in units:
             self._whole.pop(unit, None)
             self._taken.update(unit)
         self._since = now if self._whole else None
 
-    def restore(self, units: Iterable[Unit], now: float) -> None:
+    def restore(self, units: Sequence[Unit], now: float) -> None:
         """Put back what was taken, before all others: it could not be written."""
-        self._taken.clear()
+        self._taken.difference_update(*units)
         taken = {unit: self._group_of.get(unit[0], "") for unit in units}
         self._whole = taken | self._whole
         if self._since is None:
             self._since = now
 
-    def published(self, units: Iterable[Unit]) -> tuple[int, ...]:
+    def published(self, units: Sequence[Unit]) -> tuple[int, ...]:
         """Close the groups of what was taken. Returns the members that are late by that."""
         late: list[int] = []
-        self._taken.clear()
+        self._taken.difference_update(*units)
         for unit in units:
             key = self._group_of.get(unit[0], "")
             group = self.open.pop(key, None) if key else None

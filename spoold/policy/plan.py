@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import TypeAlias
 
 from pyroaring import BitMap64
@@ -72,25 +73,23 @@ class Plan:
         if not self.ready:
             self._since = None
 
-    def take(self, units: Iterable[Unit], now: float) -> None:
+    def take(self, units: Sequence[Unit], now: float) -> None:
         """Take out what is being written to a batch; what is left begins to linger anew."""
-        for unit in units:
-            self.taken.update(unit)
-            self.drop(unit)
-        if self.ready:
-            self._since = now
+        taken = BitMap64(chain.from_iterable(units))
+        self.taken |= taken
+        self.ready -= taken
+        self._since = now if self.ready else None
 
-    def restore(self, units: Iterable[Unit], now: float) -> None:
+    def restore(self, units: Sequence[Unit], now: float) -> None:
         """Put back what was taken: it could not be written."""
-        self.taken.clear()
-        for unit in units:
-            self.ready.update(unit)
+        put_back = BitMap64(chain.from_iterable(units))
+        self.taken -= put_back
+        self.ready |= put_back
         self._since = now
 
-    def published(self, units: Iterable[Unit]) -> tuple[int, ...]:
+    def published(self, units: Sequence[Unit]) -> tuple[int, ...]:
         """Forget what was taken. Returns the members that are late by that: there are none."""
-        del units
-        self.taken.clear()
+        self.taken -= BitMap64(chain.from_iterable(units))
         return ()
 
     def close(self, group: str) -> tuple[int, ...]:
@@ -137,12 +136,7 @@ class Plan:
         due = self.due_at()
         if due is None or now < due:
             return ()
-        units: list[Unit] = []
-        for environment in self.ready:
-            units.append((environment,))
-            if len(units) == self.batch_size:
-                break
-        return tuple(units)
+        return tuple((environment,) for environment in islice(self.ready, self.batch_size))
 
     def __len__(self) -> int:
         return len(self.ready)

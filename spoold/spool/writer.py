@@ -1,9 +1,10 @@
 """A process that writes one batch while the daemon reads the rows of the next.
 
 Reading and converting keeps one processor busy, digesting and writing another; as threads of one
-interpreter they would stand in each other's way. A batch goes over in shared memory, behind a line
-of JSON about it, and the answer comes back through a pipe. An eventfd rings for it: whom a pipe
-wakes the kernel runs in the waker's place.
+interpreter they would stand in each other's way. A batch goes over in shared memory, with a line of
+JSON about it behind it, and the answer comes back through a pipe. There is room for two: while one
+is written the next is laid beside it. An eventfd rings for it: whom a pipe wakes the kernel runs in
+the waker's place.
 
 The writer holds the lock of the run directory, too: until the batch that it began is whole no other
 daemon starts, whatever became of this one. It ends when its pipe does, and on nothing else.
@@ -39,6 +40,7 @@ MAX_BYTES: Final = 16 << 20
 _MAX_SAMPLES: Final = 16384
 # For the line of JSON behind the samples: it names two places in each of them.
 _ORDER_BYTES: Final = 1 << 20
+_ROOM_BYTES: Final = MAX_BYTES + _ORDER_BYTES
 # Whoever stops the daemon stops it, and it ends the writer; a half-written batch helps nobody.
 _DEAF_TO: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MFD_CLOEXEC: Final = 1
@@ -52,18 +54,21 @@ class Written(NamedTuple):
 
 
 class Writer:
-    """The daemon's end of it. One batch at a time, of up to MAX_BYTES.
+    """The daemon's end of it. Writes one batch at a time, of up to MAX_BYTES.
 
     Raises OSError where no process can be had.
     """
 
     def __init__(self, run: RunDir, lock: fs.Lock) -> None:
         self._is_ready = False
+        # The batch that was loaded last: where it lies, and in it the messages of each sample.
+        self._start = self._end = 0
+        self._places: list[tuple[int, int]] = []
         with contextlib.ExitStack() as on_error:
             shared = _memory_file()
             with os.fdopen(shared, "rb"):
-                os.ftruncate(shared, MAX_BYTES + _ORDER_BYTES)
-                self._memory = on_error.enter_context(mmap.mmap(shared, MAX_BYTES + _ORDER_BYTES))
+                os.ftruncate(shared, 2 * _ROOM_BYTES)
+                self._memory = on_error.enter_context(mmap.mmap(shared, 2 * _ROOM_BYTES))
                 self._bell = os.eventfd(0)
                 on_error.callback(os.close, self._bell)
                 self._process = _started(run, lock.fileno(), shared, self._bell)
@@ -87,25 +92,33 @@ class Writer:
         """Whether a batch of so many samples and bytes is small enough."""
         return samples <= _MAX_SAMPLES and size_bytes <= MAX_BYTES
 
-    def begin(self, name: BatchName, samples: Sequence[Sample], *, sound: int) -> None:
-        """Publish a batch that fits, and whose digest is not known yet, in the background.
+    def load(self, samples: Sequence[Sample]) -> None:
+        """Lay a batch that fits into memory, its samples in their order, in place of the last load.
 
-        `samples` in their order; of the first `sound` it is known that the messages are.
+        What was begun and is being written lies elsewhere.
         """
         memory = self._memory
-        memory.seek(0)
-        end = 0
-        places = []
-        for number, sample in enumerate(samples):
+        memory.seek(self._start)
+        end = self._start
+        self._places = []
+        for sample in samples:
             for piece in sample.pieces:
                 memory.write(piece)
-            if number >= sound:
-                places.append((end + sample.messages[0], end + sample.messages[1]))
+            self._places.append((end + sample.messages[0], end + sample.messages[1]))
             end += sample.size_bytes
+        self._end = end
+
+    def begin(self, name: BatchName, *, sound: int) -> None:
+        """Publish the batch that was loaded, and whose digest is not known yet, in the background.
+
+        Of its first `sound` samples it is known that the messages are. No other may be under way.
+        """
         facts = {"seq": name.seq, "samples": name.samples, "lo": name.lo, "hi": name.hi}
-        order = orjson.dumps({"name": facts, "places": places}) + b"\n"
-        memory.write(order)
-        os.eventfd_write(self._bell, end)
+        order = {"name": facts, "start": self._start, "places": self._places[sound:]}
+        self._memory.seek(self._end)
+        self._memory.write(orjson.dumps(order) + b"\n")
+        os.eventfd_write(self._bell, self._end)
+        self._start = 0 if self._start else _ROOM_BYTES
 
     def has_answered(self) -> bool:
         """Whether `finish` would not wait."""
@@ -196,7 +209,7 @@ def main(root: str, lock: str, shared: str, bell: str) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _DEAF_TO)
     run = RunDir(root)
     held = fs.Lock.inherited(run.lock, int(lock))
-    memory = mmap.mmap(int(shared), MAX_BYTES + _ORDER_BYTES, prot=mmap.PROT_READ)
+    memory = mmap.mmap(int(shared), 2 * _ROOM_BYTES, prot=mmap.PROT_READ)
     _say({"ready": True})
     while int(bell) in _heard(int(bell), sys.stdin.fileno()):
         end = os.eventfd_read(int(bell))
@@ -204,7 +217,7 @@ def main(root: str, lock: str, shared: str, bell: str) -> None:
         order = orjson.loads(memory.readline())
         began = time.monotonic()
         if codec.are_sound(memory, order["places"]):
-            answer = _publish(run, held, order["name"], memoryview(memory)[:end])
+            answer = _publish(run, held, order["name"], memoryview(memory)[order["start"] : end])
         else:
             answer = {"unsound": True}
         _say({**answer, "seconds": time.monotonic() - began})
