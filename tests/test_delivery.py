@@ -6,14 +6,17 @@ import itertools
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from pyroaring import BitMap64
 
 from spoold import fs
 from spoold.daemon import collecting
 from spoold.errors import SourceUnavailable
+from spoold.model import Rows
+from spoold.sources import Source
 from spoold.sources.sqlite import SqliteSource
 from tests.support.batches import tree
 from tests.support.beside import beside_at_once
@@ -505,6 +508,40 @@ class TestIdentity:
             kept = [n for n in tree(it.run, f"retired/{retired}") if n.endswith(".jsonl")]
             assert kept == [f"retired/{retired}/{name}" for name in old]
             assert environments(it.run) == [1, 2, *third]
+
+    def test_where_a_commit_came_in_between_all_that_is_published_is_looked_for(
+        self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ids = complete(rollouts, 8)
+        asked = beside_at_once(monkeypatch)
+        read, verify = SqliteSource.read, SqliteSource.verify
+        publishing: list[bool] = []
+        looked_for: list[int] = []
+        with running(tmp_path, batch_size=2) as it:
+
+            def committed_first(self: SqliteSource, wanted: Sequence[int]) -> Rows:
+                rollouts.register(1)
+                return read(self, wanted)
+
+            def verified(self: SqliteSource, known: Mapping[int, str], highest: int) -> BitMap64:
+                if publishing:
+                    looked_for.append(highest)
+                    assert highest == max(environments(it.run), default=0)
+                return verify(self, known, highest)
+
+            def publish(source: Source, now: float) -> None:
+                publishing.append(True)
+                before(source, now)
+                publishing.clear()
+
+            before = it.daemon.delivery._verify
+            monkeypatch.setattr(it.daemon.delivery, "_verify", publish)
+            monkeypatch.setattr(SqliteSource, "read", committed_first)
+            monkeypatch.setattr(SqliteSource, "verify", verified)
+            it.go()
+            assert environments(it.run) == ids
+            assert asked
+            assert looked_for == [0, *ids[1:-1:2]]
 
     def test_a_batch_that_is_being_written_goes_with_the_source_that_it_is_of(
         self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch

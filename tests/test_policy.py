@@ -72,6 +72,23 @@ class TestPlan:
         plan.offer(plain(1), 1.0)
         assert list(plan.ready) == [1, 2]
 
+    def test_of_two_batches_under_way_each_ends_alone(self) -> None:
+        plan = Plan(batch_size=1, linger_seconds=0.0)
+        plan.offer(plain(1, 2), 0.0)
+        plan.take(((1,),), 0.0)
+        plan.take(((2,),), 0.0)
+        plan.published(((1,),))
+        plan.offer(plain(2), 0.0)
+        assert not plan.next_batch(0.0)
+        plan.restore(((2,),), 0.0)
+        assert plan.next_batch(0.0) == ((2,),)
+
+    def test_a_backlog_is_counted_in_whole_batches(self) -> None:
+        plan = Plan(batch_size=2, linger_seconds=0.0)
+        assert plan.full_batches == 0
+        plan.offer(plain(1, 2, 3, 4, 5), 0.0)
+        assert plan.full_batches == 2
+
     def test_what_is_dropped_can_be_offered_again(self) -> None:
         plan = Plan(batch_size=2, linger_seconds=0.0)
         plan.offer(plain(1), 0.0)
@@ -90,6 +107,22 @@ class TestGroups:
         assert plan.next_batch(50.0) == ()
         plan.offer(members("a", 9), 60.0)
         assert plan.next_batch(60.0) == ((1, 2, 9),)
+
+    @pytest.mark.parametrize("is_published", [True, False])
+    def test_of_two_batches_under_way_each_ends_alone(self, is_published: bool) -> None:
+        plan = group_plan(batch_size=1)
+        plan.offer(members("a", 1, 2, 3) + members("b", 5, 6, 7), 0.0)
+        plan.take(((1, 2, 3),), 0.0)
+        plan.take(((5, 6, 7),), 0.0)
+        if is_published:
+            plan.published(((1, 2, 3),))
+        else:
+            plan.restore(((1, 2, 3),), 0.0)
+        plan.drop((5,))  # of what is being written nothing is taken out
+        plan.offer(members("b", 8), 0.0)
+        plan.restore(((5, 6, 7),), 0.0)
+        assert plan.next_batch(0.0) == ((5, 6, 7),)
+        assert plan.full_batches == (1 if is_published else 2)
 
     def test_batch_size_counts_groups_and_a_batch_that_is_not_full_lingers(self) -> None:
         plan = group_plan()

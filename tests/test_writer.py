@@ -21,6 +21,7 @@ from spoold.errors import LockLost, SpoolWriteError
 from spoold.layout import RunDir
 from spoold.model import Sample
 from spoold.spool import health, setup, writer
+from spoold.spool.publish import Numbers
 from spoold.spool.writer import MAX_BYTES, Writer
 from tests.support.batches import sample_line, tree
 from tests.support.beside import beside_at_once, wait_for
@@ -122,6 +123,27 @@ class TestOneBatch:
             assert write(beside, 1, *samples, sound=0) is None
             assert tree(run) == []
             assert write(beside, 1, sample_of(1, good), sound=0) is not None
+
+    def test_while_it_is_written_the_next_one_is_laid_beside_it(
+        self, run: RunDir, lock: fs.Lock
+    ) -> None:
+        with ready(run, lock) as beside:
+            for seq in range(1, 4):
+                expected, pieces = build_batch(seq, [sample_of(seq)])
+                kill(beside, signal.SIGSTOP)
+                begin(beside, seq, sample_of(seq))
+                for other in (7, 8):  # the last one counts
+                    beside.load([sample_of(other), sample_of(9)])
+                kill(beside, signal.SIGCONT)
+                written = beside.finish()
+                assert written is not None
+                assert written.name == expected
+                assert Path(run.pending, expected.file_name).read_bytes() == b"".join(pieces)
+            both = [sample_of(8), sample_of(9)]
+            beside.begin(name_batch(4, both, ""), sound=0)
+            written = beside.finish()
+            assert written is not None
+            assert written.name == build_batch(4, both)[0]
 
     def test_it_fits_up_to_sixteen_mebibytes(self, run: RunDir, lock: fs.Lock) -> None:
         size = MAX_BYTES - sample_of(1).size_bytes
@@ -430,6 +452,28 @@ class TestABacklog:
         assert sorted(set(environments(it.run))) == ids[-len(environments(it.run)) :]
         it.daemon.stop()
         it.kill()
+
+    def test_a_batch_counts_though_the_next_one_cannot_begin(
+        self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ids = register(rollouts, 12, {})
+        beside_at_once(monkeypatch)
+        numbers = iter([1, 2, 3])
+        next_number = Numbers.next
+
+        def three(self: Numbers) -> int:
+            if next(numbers, None) is None:
+                raise SpoolWriteError("no room", errno=28)
+            return next_number(self)
+
+        with running(tmp_path, batch_size=2) as it:
+            monkeypatch.setattr(Numbers, "next", three)
+            it.go()
+            assert environments(it.run) == ids[:6]
+            assert it.daemon.inventory.delivered == 6
+            monkeypatch.setattr(Numbers, "next", next_number)
+            it.go(60.0)
+            assert environments(it.run) == ids
 
     def test_without_a_second_process_it_goes_on_alone(
         self,
