@@ -83,12 +83,6 @@ class TestPlan:
         plan.restore(((2,),), 0.0)
         assert plan.next_batch(0.0) == ((2,),)
 
-    def test_a_backlog_is_counted_in_whole_batches(self) -> None:
-        plan = Plan(batch_size=2, linger_seconds=0.0)
-        assert plan.full_batches == 0
-        plan.offer(plain(1, 2, 3, 4, 5), 0.0)
-        assert plan.full_batches == 2
-
     def test_what_is_dropped_can_be_offered_again(self) -> None:
         plan = Plan(batch_size=2, linger_seconds=0.0)
         plan.offer(plain(1), 0.0)
@@ -122,7 +116,7 @@ class TestGroups:
         plan.offer(members("b", 8), 0.0)
         plan.restore(((5, 6, 7),), 0.0)
         assert plan.next_batch(0.0) == ((5, 6, 7),)
-        assert plan.full_batches == (1 if is_published else 2)
+        assert len(plan) == (3 if is_published else 6)
 
     def test_batch_size_counts_groups_and_a_batch_that_is_not_full_lingers(self) -> None:
         plan = group_plan()

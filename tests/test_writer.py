@@ -25,7 +25,7 @@ from spoold.spool.publish import Numbers
 from spoold.spool.writer import MAX_BYTES, Writer
 from tests.support.batches import sample_line, tree
 from tests.support.beside import beside_at_once, wait_for
-from tests.support.daemons import Running, environments, running, start
+from tests.support.daemons import Running, environments, mv, running, start
 from tests.support.rollouts import Rollouts, make_rollouts
 
 BAD = [
@@ -474,6 +474,21 @@ class TestABacklog:
             monkeypatch.setattr(Numbers, "next", next_number)
             it.go(60.0)
             assert environments(it.run) == ids
+
+    def test_a_batch_for_each_that_is_taken_is_no_backlog(
+        self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ids = register(rollouts, 30, {})
+        asked = beside_at_once(monkeypatch)
+        monkeypatch.setattr(delivery, "BACKLOG_BATCHES", 3)
+        with running(tmp_path, batch_size=1, max_pending_batches=2) as it:
+            it.go()
+            for _ in range(8):
+                for name in tree(it.run, "pending")[:2]:
+                    mv(it.run, name, "acked")
+                it.go()
+            assert environments(it.run) == ids[:18]
+            assert not asked
 
     def test_without_a_second_process_it_goes_on_alone(
         self,

@@ -32,7 +32,7 @@ __all__ = ["Counts", "Delivery"]
 
 log = logging.getLogger("spoold.daemon")
 
-# So many batches, ready or one after the other, are a backlog that is worth a process.
+# So many batches one after the other are a backlog that is worth a process.
 BACKLOG_BATCHES: Final = 4
 
 
@@ -104,7 +104,6 @@ class Delivery:
         self._writing: Writing | None = None
         self._written: tuple[Writing, Written] | None = None
         self._in_a_row = 0
-        self._is_alone = False
         # Some row of this backlog cannot be used: each is looked into before it goes anywhere.
         self._is_careful = False
 
@@ -260,7 +259,7 @@ class Delivery:
 
     def _end_writer(self) -> None:
         self._in_a_row = 0
-        self._is_alone = self._is_careful = False
+        self._is_careful = False
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -285,18 +284,13 @@ class Delivery:
             if code is not None:
                 self._writer.close()
                 self._writer = None
-                self._go_on_alone(f"it ended (exit code {code})")
-        backlog = max(self._in_a_row, self.plan.full_batches)
-        if self._writer is None and not self._is_alone and backlog >= BACKLOG_BATCHES:
+                _go_on_alone(f"it ended (exit code {code})")
+        if self._writer is None and self._in_a_row == BACKLOG_BATCHES:
             try:
                 self._writer = Writer(self.run, self.lock)
             except OSError as error:
-                self._go_on_alone(str(error))
+                _go_on_alone(str(error))
         return self._writer if self._writer is not None and self._writer.is_ready() else None
-
-    def _go_on_alone(self, why: str) -> None:
-        self._is_alone = True
-        log.warning("no process to write batches, going on alone", extra={"fields": {"error": why}})
 
     def note(self, note: Note, job: str, now: float, *, group: str = "") -> None:
         """Set an environment aside with a note.
@@ -378,3 +372,7 @@ class Delivery:
                 self.inventory.unnoted(file_name, environment)
                 fields = {"environment": environment, "note": file_name}
                 log.info("missing row turned up", extra={"fields": fields})
+
+
+def _go_on_alone(why: str) -> None:
+    log.warning("no process to write batches, going on alone", extra={"fields": {"error": why}})

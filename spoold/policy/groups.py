@@ -192,11 +192,6 @@ class GroupPlan:
             if key in self.open:
                 self.open[key].members = frozenset(ids)
 
-    @property
-    def full_batches(self) -> int:
-        """How many batches could be filled with what is ready."""
-        return len(self._whole) // self.batch_size
-
     def __len__(self) -> int:
         return sum(len(unit) for unit in self._whole)
 

@@ -138,10 +138,5 @@ class Plan:
             return ()
         return tuple((environment,) for environment in islice(self.ready, self.batch_size))
 
-    @property
-    def full_batches(self) -> int:
-        """How many batches could be filled with what is ready."""
-        return len(self.ready) // self.batch_size
-
     def __len__(self) -> int:
         return len(self.ready)
