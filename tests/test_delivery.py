@@ -458,6 +458,37 @@ class TestOnce:
             assert environments(it.run) == ids
 
 
+class TestConsumersGoOn:
+    @pytest.mark.parametrize("once", [False, True])
+    def test_what_moves_while_a_daemon_starts_is_not_delivered_again(
+        self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch, once: bool
+    ) -> None:
+        ids = complete(rollouts, 2)
+        with running(tmp_path, batch_size=1) as it:
+            it.go()
+        name = tree(it.run, "pending")[0]
+        mv(it.run, name, "inflight/trainer-0")
+        read, at = fs.read, f"inflight/trainer-0/{os.path.basename(name)}"
+        moves = [at.replace(".jsonl", ".try02.jsonl"), "acked/" + os.path.basename(name)]
+
+        def moved_before(path: str) -> bytes:
+            nonlocal at
+            if path == f"{it.run.root}/{at}" and moves:
+                os.rename(path, f"{it.run.root}/{moves[0]}")
+                at = moves.pop(0)
+            return read(path)
+
+        monkeypatch.setattr(fs, "read", moved_before)
+        with running(tmp_path, batch_size=1) as it:
+            if once:
+                it.daemon.once()
+            else:
+                it.go()
+                it.go(2.0)
+            assert sorted(environments(it.run)) == ids
+        assert not moves
+
+
 class TestIdentity:
     def test_a_database_restored_in_place_and_moved_on_is_noticed_at_the_next_look(
         self, tmp_path: Path, rollouts: Rollouts

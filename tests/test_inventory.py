@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -515,6 +516,117 @@ class TestPublish:
         assert set(inventory.skip) == {1, 2}
         assert inventory.pending_batches == 0
         assert inventory.pending_bytes == 0
+
+
+class TestMovedWhileTheDaemonStarts:
+    """Consumers go on while a daemon starts: until it knows what they hold nothing is published."""
+
+    def read_after(self, monkeypatch: pytest.MonkeyPatch, *moves: Callable[[], None]) -> None:
+        """Have something moved before each read of a batch."""
+        left, read = list(moves), fs.read
+
+        def moved_before(path: str) -> bytes:
+            if path.endswith(".jsonl") and left:
+                left.pop(0)()
+            return read(path)
+
+        monkeypatch.setattr(fs, "read", moved_before)
+
+    def listed_after(
+        self, monkeypatch: pytest.MonkeyPatch, folder: str, move: Callable[[], None]
+    ) -> None:
+        """Have something moved once, before a folder is listed."""
+        left, scan = [move], fs.scan
+
+        def moved_before(path: str) -> fs.Listing:
+            if path == folder and left:
+                left.pop()()
+            return scan(path)
+
+        monkeypatch.setattr(fs, "scan", moved_before)
+
+    def test_what_moved_on_before_it_was_read_is_waited_for(
+        self, run: RunDir, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = put_batch(run, 1, [7], TRAINER)
+        again = name.next_attempt()
+
+        def own(name: BatchName) -> str:
+            return run.file(TRAINER, name.file_name)
+
+        self.read_after(
+            monkeypatch,
+            lambda: os.rename(
+                run.file(TRAINER, name.file_name), run.file(TRAINER, again.file_name)
+            ),
+            lambda: mv(run, again, TRAINER, STEP),
+        )
+        inventory, clock = loaded(run), Clock()
+        assert not inventory.is_whole
+        inventory.refresh(now=clock.later())
+        assert not inventory.is_whole
+        inventory.refresh(now=clock.later())
+        assert inventory.is_whole
+        assert list(inventory.skip) == [7]
+
+    def test_a_listing_may_miss_it_after_that(
+        self, run: RunDir, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = put_batch(run, 1, [7], TRAINER)
+        away = run.root + "/away"
+        self.read_after(monkeypatch, lambda: os.rename(run.file(TRAINER, name.file_name), away))
+        inventory, clock = loaded(run), Clock()
+        inventory.refresh(now=clock.later())
+        assert not inventory.is_whole
+        assert inventory.unsettled
+        os.rename(away, run.file(PENDING, name.file_name))
+        inventory.refresh(now=clock.later())
+        assert inventory.is_whole
+        assert list(inventory.skip) == [7]
+
+    def test_what_was_removed_before_it_was_read_is_no_more_waited_for(
+        self, run: RunDir, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = put_batch(run, 1, [7], TRAINER)
+        self.read_after(monkeypatch, lambda: os.unlink(run.file(TRAINER, name.file_name)))
+        inventory = loaded(run)
+        assert not inventory.is_whole
+        settle(inventory)
+        assert inventory.is_whole
+        assert not inventory.unsettled
+        assert list(inventory.skip) == []
+
+    def test_what_goes_back_during_the_first_pass_is_looked_for(
+        self, run: RunDir, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = put_batch(run, 1, [7], TRAINER)
+        os.utime(run.pending, ns=(0, 0))  # whatever the kernel's clock ticks in
+        self.listed_after(monkeypatch, run.of(TRAINER), lambda: mv(run, name, TRAINER, PENDING))
+        inventory, clock = loaded(run), Clock()
+        assert list(inventory.skip) == []
+        assert not inventory.is_whole
+        settle(inventory, clock)
+        assert inventory.is_whole
+        assert list(inventory.skip) == [7]
+
+    def test_where_consumers_never_rest_ten_passes_over_ten_seconds_are_enough(
+        self, run: RunDir
+    ) -> None:
+        put_batch(run, 1, [7])
+        inventory, clock = Inventory(run), Clock()
+        inventory.load()
+        inventory._is_doubtful = True
+        for stamp in range(1, 21):
+            assert not inventory.is_whole
+            os.utime(run.acked, ns=(0, stamp))
+            inventory.refresh(now=clock.later(0.6))
+            if inventory.is_whole:
+                break
+        assert 17 <= stamp <= 18
+
+    def test_a_start_where_nothing_moves_needs_one_pass(self, run: RunDir) -> None:
+        put_batch(run, 1, [7])
+        assert loaded(run).is_whole
 
 
 def test_a_pass_over_folders_that_did_not_change_lists_none(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections.abc import Callable, Iterable, Set
 from typing import Final
 
@@ -276,7 +277,7 @@ class Daemon:
             dues.append(self._outage.until)
         elif self.delivery.in_flight:
             dues.append(now)
-        elif not self._is_held():
+        elif not self._is_held() and self.inventory.is_whole:
             dues.append(self.looking.due_at())
             if self.looking.is_open:
                 dues += [self.plan.due_at(), self._overdue.due_at()]
@@ -321,6 +322,8 @@ class Daemon:
             self.conditions.begin("unreadable", error.message, error.hint, now=now)
             return False
         self.conditions.end("unreadable", now=now)
+        if not inventory.is_whole:
+            return False  # for a moment: consumers move batches while they are looked for
         if self.delivery.collector.bad_in_a_row >= BAD_ROWS:
             text = f"{BAD_ROWS} bad environments, no good one between them"
             self.conditions.begin("bad-rows", text, now=now)
@@ -462,6 +465,9 @@ class Daemon:
             self._take_all(now)
 
     def _take_all(self, now: float) -> None:
+        while not (self.inventory.is_whole or self.inventory.unreadable or self._is_stopping()):
+            time.sleep(UNSETTLED_SECONDS)
+            self._refresh(self.clock())
         for look in self.looking.all_looks(self.inventory, now):
             self._take(look, now)
             self._drain(now)

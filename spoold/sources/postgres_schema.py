@@ -214,7 +214,7 @@ class Schema:
 
     @property
     def in_range(self) -> str:
-        """Environments from `first` up to `end` that are finished or have rows, and the next id."""
+        """Environments from `first` up to `end` that are finished or have rows."""
         return self._registered("{slice}")
 
     @property

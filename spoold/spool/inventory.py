@@ -36,6 +36,7 @@ from spoold.spool.contents import entry_of
 from spoold.spool.moves import Found, set_aside
 from spoold.spool.notes import NoteMemory
 from spoold.spool.shelves import Pass, Shelves
+from spoold.spool.strangers import Strangers
 from spoold.spool.tally import Tally
 
 __all__ = ["MISSING_ROW", "Inventory"]
@@ -46,7 +47,8 @@ MISSING_ROW: Final = "missing-row"
 MERGE_AT: Final = 1000
 MERGE_MOST: Final = 2000
 LATEST: Final = 8
-REPORTED_FILES: Final = 20
+# Stands for every batch that no pass has seen yet.
+_UNSEEN: Final = ""
 
 
 @dataclass(slots=True)
@@ -85,22 +87,36 @@ class Inventory:
         self._note_memory = NoteMemory(run)
         self._held: dict[str, Held] = {}
         self._todo: dict[str, list[tuple[Place, str]]] = {}
+        # Known by what was read of them, or by their name alone, and in no folder now.
         self._absent: set[str] = set()
+        self._is_doubtful = False
         self._on_their_way: set[str] = set()
         self._absence = Absence()
-        self._reported: set[str] = set()
+        self._strangers = Strangers(run)
 
     # --- what others ask -------------------------------------------------------------------------
 
     @property
     def unsettled(self) -> bool:
         """Whether something waits for another pass: a batch that moved, or seems to be missing."""
-        return bool(self._todo or self._absent)
+        return bool(self._todo or self._absent or self._is_doubtful)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is known what every batch delivers. Until then nothing may be published.
+
+        Consumers move batches while a daemon starts: one that goes back to pending/ in the middle
+        of a pass may be in none of its listings, one that goes on cannot be read where it was seen.
+        """
+        if not self.unsettled:
+            return True
+        unread = (self._todo.keys() | self._absent) - self._held.keys() - self.ledger.batches
+        return not (unread or self._is_doubtful)
 
     @property
     def unknown(self) -> Set[str]:
         """The paths, relative to the run directory, that are neither batch nor note."""
-        return self._reported
+        return self._strangers.told
 
     @property
     def delivered(self) -> int:
@@ -144,14 +160,14 @@ class Inventory:
         """Read the ledger and every batch that it does not cover. Folders are synced first."""
         self.shelves.sync()
         self.ledger = ledgerdir.load(self.run)
-        self.refresh(now=0.0, everything=True)
+        self._is_doubtful = not self.refresh(now=0.0, everything=True).still
         self._count_skip()
         self.undelivered = False
 
     def refresh(
         self, *, now: float, everything: bool = False, moved: Set[str] | None = None
-    ) -> None:
-        """Go through the folders and act on what moved.
+    ) -> Pass:
+        """Go through the folders and act on what moved. Returns what was found changed.
 
         Afterwards every batch in acked/ has its ledger entry, no other has one, of two files with
         one batch id one is left, and what fails its digest lies in rejected/corrupt/. A batch that
@@ -161,7 +177,7 @@ class Inventory:
         absent = set(self._absent)
         this = self.shelves.go_through(
             now=now,
-            everything=everything or not absent <= self._on_their_way,
+            everything=everything or self._is_doubtful or not absent <= self._on_their_way,
             moved=moved,
             settled=self.ledger.batches,
         )
@@ -178,7 +194,8 @@ class Inventory:
         # RACE: it left a folder during this pass, and the hint where it went is for the next.
         self._on_their_way = self._absent - absent if this.by_hints else set()
         self._find_missing(this, now)
-        self._report_unknown()
+        self._strangers.tell(self.shelves)
+        return this
 
     def published(self, name: BatchName, entry: Entry, size: int) -> None:
         """Take in a batch that this daemon has just published."""
@@ -263,9 +280,9 @@ class Inventory:
                 positions |= {(p, name): None for p in self.shelves.acked_places(name)}
             place = self._only_one(batch_id, list(positions))
             if place is None:
-                if batch_id in self._held:
+                if batch_id in self._held or batch_id not in self.ledger.batches:
                     self._absent.add(batch_id)
-                elif batch_id in self.ledger.batches:
+                else:
                     # RACE: it may be on its way back to pending/; then the next pass says so.
                     log.info("acked batch gone", extra={"fields": {"batch": batch_id}})
                 done.append(batch_id)
@@ -423,9 +440,17 @@ class Inventory:
         if self.unreadable:
             return  # what is not found may lie where nobody could look
         recount = False
-        for batch_id in self._absence.passed(self._absent, at=now, still=this.still):
+        absent = self._absent | {_UNSEEN} if self._is_doubtful else self._absent
+        for batch_id in self._absence.passed(absent, at=now, still=this.still):
+            if batch_id == _UNSEEN:
+                self._is_doubtful = False
+                continue
             self._absent.discard(batch_id)
-            held = self._held.pop(batch_id)
+            held = self._held.pop(batch_id, None)
+            if held is None:
+                fields = {"batch": batch_id}
+                log.warning("batch went away before it was read", extra={"fields": fields})
+                continue
             self._count_pending(held, Place(State.REJECTED), 0)
             if batch_id in self.ledger.batches:
                 log.info("acked batch gone", extra={"fields": {"batch": batch_id}})
@@ -470,21 +495,3 @@ class Inventory:
             return
         self.set_aside = BitMap64([n.environment for n in notes if n.reason != MISSING_ROW])
         self.skip |= self.set_aside
-
-    def _report_unknown(self) -> None:
-        if not self.shelves.unknown_changed:
-            return
-        self.shelves.unknown_changed = False
-        unknown = self.shelves.unknown()
-        new = [path for path in unknown if path not in self._reported]
-        for path in new[:REPORTED_FILES]:
-            shown = os.fsencode(path).decode("utf-8", "backslashreplace")
-            fields = {"file": shown, "is": "no batch, left alone"}
-            log.warning("unknown file", extra={"fields": fields})
-        if len(new) > REPORTED_FILES:
-            more: dict[str, object] = {
-                "files": len(new) - REPORTED_FILES,
-                "see": f"spoold check {self.run.root}",
-            }
-            log.warning("more unknown files", extra={"fields": more})
-        self._reported = set(unknown)

@@ -247,7 +247,8 @@ class Shelves:
         except OSError as error:
             this.unreadable.append(fs.failed("list", path, error))
             return shelf
-        if mtime_ns != shelf.mtime_ns:
+        # A folder that is looked at for the first time: if it is new, the one above it changed.
+        if shelf.mtime_ns not in (-1, mtime_ns):
             this.still = False
         shelf.mtime_ns = mtime_ns
         shelf.racy = abs(time.time_ns() - mtime_ns) < RACY_NS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ SETTINGS = {
     "log_level": "warning",
 }
 REST_SECONDS = 0.3
+SAMPLE_MILLISECONDS = 10
 GIVE_UP_SECONDS = 120.0
 
 
@@ -50,13 +52,28 @@ def once(db: Path | str, run: Path, **settings: object) -> Ran:
     began = time.perf_counter()
     if process.returncode is not None:
         raise RuntimeError(f"spoold run --once exited {process.returncode} at its start")
+    # Not the peak that wait4 tells: that one is of this process, too, where it is the larger one.
+    peak_mb = 0.0
+    with os.fdopen(os.pidfd_open(process.pid), "rb") as ended:
+        end = select.poll()
+        end.register(ended, select.POLLIN)
+        while not end.poll(SAMPLE_MILLISECONDS):
+            peak_mb = max(peak_mb, _peak_mb(process.pid))
     _, status, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - began
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise RuntimeError(f"spoold run --once exited {process.returncode}")
     cpu = usage.ru_utime + usage.ru_stime
-    return Ran(seconds=seconds, cpu_seconds=cpu, peak_mb=usage.ru_maxrss / 1024)
+    return Ran(seconds=seconds, cpu_seconds=cpu, peak_mb=peak_mb)
+
+
+def _peak_mb(pid: int) -> float:
+    """Return the most memory that a process had resident so far; 0 where it has ended."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
 
 
 class Serving:
@@ -73,10 +90,7 @@ class Serving:
 
     def peak_mb(self) -> float:
         """The most memory that it had resident so far."""
-        for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) / 1024
-        raise RuntimeError("the daemon is gone")
+        return _peak_mb(self._process.pid)
 
     def wait_for(self, folder: str, number: int) -> float:
         """Wait until so many files lie in a folder of the run directory; returns when."""

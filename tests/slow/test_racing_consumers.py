@@ -1,4 +1,6 @@
-"""Five hundred batches, four racing consumers, random kills, and a daemon that requeues."""
+"""Five hundred batches, four racing consumers that give some back, random kills of them and of the
+daemon, which requeues, and has to find out anew what is delivered while they go on.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,13 @@ TRAINER = """
 import os, sys, time
 from spoold import Consumer
 
+given_back = set()
 with Consumer(sys.argv[1], name=sys.argv[2]) as consumer:
     for batch in consumer:
+        if int(batch.id[:9]) % 5 == 0 and batch.id not in given_back:
+            given_back.add(batch.id)
+            batch.release()
+            continue
         assert batch.samples()
         time.sleep(0.02)
         batch.ack(step=int(batch.id[:9]))
@@ -78,7 +85,10 @@ def test_every_batch_is_acked_by_exactly_one_consumer(tmp_path: Path, players: P
             players.start(victim, [sys.executable, "-c", TRAINER, str(run), victim])
         else:
             players.start(victim)
-    until(lambda: acked() == BATCHES, "every batch to be acked")
+        if kill % 3 == 2:
+            players.kill("daemon")
+            players.start("daemon")
+    until(lambda: acked() >= BATCHES, "every batch to be acked")
     players.check("daemon", *names)
     for name in names:
         players.kill(name)
