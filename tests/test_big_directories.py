@@ -60,7 +60,7 @@ class Spool:
         self.acked = [put_batch(self.run, seq, [seq], ACKED) for seq in range(1, MANY + 2)]
         self.now = 1000.0
         self.inventory = Inventory(self.run, relist_seconds=RESCAN_SECONDS)
-        self.inventory.load()
+        self.inventory.load(now=0.0)
         self.moved: set[str] = set()
         self.look(moved=None)
 
@@ -306,7 +306,7 @@ def test_whatever_moves_the_picture_is_that_of_a_fresh_start(
     assert not spool.inventory.unsettled
     assert spool.entries == {n.id for n, place in where.items() if place.state is State.ACKED}
     fresh = Inventory(spool.run)
-    fresh.load()
+    fresh.load(now=0.0)
     assert fresh.skip == spool.inventory.skip
     assert fresh.pending_batches == spool.inventory.pending_batches
     kept = {p: s.names for p, s in spool.inventory.shelves.by_place.items()}
@@ -350,7 +350,7 @@ def test_a_huge_ledger_is_merged_some_at_a_time_oldest_first(
     assert len(spool.entries) == 2
     assert kept.id in spool.entries
     fresh = Inventory(spool.run)
-    fresh.load()
+    fresh.load(now=0.0)
     assert set(fresh.skip) == {name.seq for name in spool.acked}
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,7 +48,7 @@ class Clock:
 
 def loaded(run: RunDir) -> Inventory:
     inventory = Inventory(run)
-    inventory.load()
+    inventory.load(now=0.0)
     return inventory
 
 
@@ -533,14 +535,15 @@ class TestMovedWhileTheDaemonStarts:
         monkeypatch.setattr(fs, "read", moved_before)
 
     def listed_after(
-        self, monkeypatch: pytest.MonkeyPatch, folder: str, move: Callable[[], None]
+        self, monkeypatch: pytest.MonkeyPatch, moves: dict[str, list[Callable[[], None] | None]]
     ) -> None:
-        """Have something moved once, before a folder is listed."""
-        left, scan = [move], fs.scan
+        """Have something moved before a folder is listed for the first time, the second, …"""
+        scan = fs.scan
 
         def moved_before(path: str) -> fs.Listing:
-            if path == folder and left:
-                left.pop()()
+            move = moves[path].pop(0) if moves.get(path) else None
+            if move is not None:
+                move()
             return scan(path)
 
         monkeypatch.setattr(fs, "scan", moved_before)
@@ -596,33 +599,53 @@ class TestMovedWhileTheDaemonStarts:
         assert not inventory.unsettled
         assert list(inventory.skip) == []
 
-    def test_what_goes_back_during_the_first_pass_is_looked_for(
+    def test_what_goes_back_during_the_first_pass_is_seen_by_it(
         self, run: RunDir, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         name = put_batch(run, 1, [7], TRAINER)
-        os.utime(run.pending, ns=(0, 0))  # whatever the kernel's clock ticks in
-        self.listed_after(monkeypatch, run.of(TRAINER), lambda: mv(run, name, TRAINER, PENDING))
+        back = partial(mv, run, name, TRAINER, PENDING)
+        inventory = Inventory(run)
+        inventory.shelves.sync()
+        self.listed_after(monkeypatch, {run.inflight: [None, back]})
+        inventory.load(now=0.0)
+        assert list(inventory.skip) == [7]
+
+    def test_what_no_listing_of_the_first_pass_has_is_looked_for(
+        self, run: RunDir, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = put_batch(run, 1, [7])
+        mv(run, name, PENDING, ACKED)
+        Path(run.of(TRAINER)).mkdir()
+        forth = partial(mv, run, name, ACKED, TRAINER)
+        back = partial(mv, run, name, TRAINER, PENDING)
+        # The folders are listed for their sync, too.
+        self.listed_after(monkeypatch, {run.acked: [None, forth], run.of(TRAINER): [None, back]})
         inventory, clock = loaded(run), Clock()
         assert list(inventory.skip) == []
         assert not inventory.is_whole
-        settle(inventory, clock)
+        inventory.refresh(now=clock.later())
         assert inventory.is_whole
         assert list(inventory.skip) == [7]
 
     def test_where_consumers_never_rest_ten_passes_over_ten_seconds_are_enough(
-        self, run: RunDir
+        self, run: RunDir, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         put_batch(run, 1, [7])
-        inventory, clock = Inventory(run), Clock()
-        inventory.load()
-        inventory._is_doubtful = True
-        for stamp in range(1, 21):
-            assert not inventory.is_whole
-            os.utime(run.acked, ns=(0, stamp))
+        clock, scan, stamps = Clock(), fs.scan, itertools.count()
+
+        def acked_meanwhile(path: str) -> fs.Listing:
+            if path == run.rejected:
+                os.utime(run.acked, ns=(0, next(stamps)))
+            return scan(path)
+
+        monkeypatch.setattr(fs, "scan", acked_meanwhile)
+        inventory = Inventory(run)
+        inventory.load(now=clock.now)
+        passes = 1
+        while not inventory.is_whole:
             inventory.refresh(now=clock.later(0.6))
-            if inventory.is_whole:
-                break
-        assert 17 <= stamp <= 18
+            passes += 1
+        assert (passes, clock.now) == (18, pytest.approx(110.2))
 
     def test_a_start_where_nothing_moves_needs_one_pass(self, run: RunDir) -> None:
         put_batch(run, 1, [7])

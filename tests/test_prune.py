@@ -40,7 +40,7 @@ def rollouts(tmp_path: Path) -> Iterator[Rollouts]:
 
 def settle(run: RunDir) -> None:
     """Write the ledger, as a daemon does that starts and stops."""
-    Inventory(run).load()
+    Inventory(run).load(now=0.0)
 
 
 def paths(run: RunDir, *where: tuple[Place, BatchName]) -> list[str]:
@@ -69,7 +69,7 @@ def test_prune_removes_final_acks_and_with_a_step_what_was_acked_before_it(
     assert sorted(os.listdir(run.acked)) == [STALE, step_folder(5)]
     # All of them are still delivered.
     inventory = Inventory(run)
-    inventory.load()
+    inventory.load(now=0.0)
     assert set(inventory.skip) == {1, 2, 3, 4, 5, 6}
 
 

@@ -100,7 +100,7 @@ class Daemon:
         setup.probe(run)
         setup.check_shard(run, str(settings.shard))
         self.inventory = self._new_inventory(run)
-        self.inventory.load()
+        self.inventory.load(now=self.clock())
         self._refresh_at = self.clock() + settings.scan_seconds
         newest = newest_note(run, self.inventory.shelves.notes())
         self._requeue = Requeue(run, settings)
@@ -363,7 +363,7 @@ class Daemon:
         log.warning("source replaced", extra={"fields": fields})
         self.looking.start_over()
         self.inventory = self._new_inventory(self.run)
-        self.inventory.load()
+        self.inventory.load(now=now)
         self._forget_found()
         self._refresh_at = now
 

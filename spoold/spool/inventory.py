@@ -156,18 +156,19 @@ class Inventory:
 
     # --- what changes it -------------------------------------------------------------------------
 
-    def load(self) -> None:
+    def load(self, *, now: float) -> None:
         """Read the ledger and every batch that it does not cover. Folders are synced first."""
         self.shelves.sync()
         self.ledger = ledgerdir.load(self.run)
-        self._is_doubtful = not self.refresh(now=0.0, everything=True).still
+        self._is_doubtful = True
+        self.refresh(now=now, everything=True)
         self._count_skip()
         self.undelivered = False
 
     def refresh(
         self, *, now: float, everything: bool = False, moved: Set[str] | None = None
-    ) -> Pass:
-        """Go through the folders and act on what moved. Returns what was found changed.
+    ) -> None:
+        """Go through the folders and act on what moved.
 
         Afterwards every batch in acked/ has its ledger entry, no other has one, of two files with
         one batch id one is left, and what fails its digest lies in rejected/corrupt/. A batch that
@@ -195,7 +196,6 @@ class Inventory:
         self._on_their_way = self._absent - absent if this.by_hints else set()
         self._find_missing(this, now)
         self._strangers.tell(self.shelves)
-        return this
 
     def published(self, name: BatchName, entry: Entry, size: int) -> None:
         """Take in a batch that this daemon has just published."""
@@ -440,6 +440,7 @@ class Inventory:
         if self.unreadable:
             return  # what is not found may lie where nobody could look
         recount = False
+        self._is_doubtful &= not this.is_whole
         absent = self._absent | {_UNSEEN} if self._is_doubtful else self._absent
         for batch_id in self._absence.passed(absent, at=now, still=this.still):
             if batch_id == _UNSEEN:

@@ -50,7 +50,8 @@ class Pass:
     """What one pass over all folders found changed.
 
     `appeared`: batch id → where its name is new. `vanished`: batch ids whose name is gone from a
-    folder. `still`: no folder changed while the pass ran. `by_hints`: some names were not looked
+    folder. `still`: no folder changed since the pass before. `is_whole`: every folder was listed,
+    and none changed meanwhile, so that no batch was missed. `by_hints`: some names were not looked
     at, because no hint named them. `unreadable`: never counts as empty.
     """
 
@@ -58,6 +59,7 @@ class Pass:
     vanished: set[str] = field(default_factory=set)
     notes_changed: bool = False
     still: bool = True
+    is_whole: bool = False
     by_hints: bool = False
     unreadable: list[SpoolWriteError] = field(default_factory=list)
     settled: Container[str] = frozenset()
@@ -175,9 +177,13 @@ class Shelves:
             else:
                 self._go_through_all(state, this, everything)
         if everything:
-            this.still = this.still and all(
+            # RACE: a batch may have gone back while this ran, and mtimes tick: by milliseconds.
+            for state in (State.PENDING, State.INFLIGHT):
+                self._go_through_all(state, this, everything=False)
+            this.is_whole = all(
                 self._mtime_ns(place) == shelf.mtime_ns for place, shelf in self.by_place.items()
             )
+            this.still = this.still and this.is_whole
         if this.unreadable:
             self._relist_at = -math.inf
         return this
@@ -247,8 +253,7 @@ class Shelves:
         except OSError as error:
             this.unreadable.append(fs.failed("list", path, error))
             return shelf
-        # A folder that is looked at for the first time: if it is new, the one above it changed.
-        if shelf.mtime_ns not in (-1, mtime_ns):
+        if mtime_ns != shelf.mtime_ns:
             this.still = False
         shelf.mtime_ns = mtime_ns
         shelf.racy = abs(time.time_ns() - mtime_ns) < RACY_NS

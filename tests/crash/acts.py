@@ -189,7 +189,7 @@ def _removed_after_ack(folder: Path) -> None:
     once(folder)
     os.unlink(run.file(Place(State.ACKED), found[0].name.file_name))
     inventory = Inventory(run)
-    inventory.load()
+    inventory.load(now=0.0)
     assert inventory.merge(least=1) == 1
     for one in found[1:3]:
         os.unlink(run.file(Place(State.ACKED), one.name.file_name))
@@ -287,7 +287,7 @@ def _requeue(folder: Path) -> None:
 
 def _merge(folder: Path) -> None:
     inventory = Inventory(run_of(folder))
-    inventory.load()
+    inventory.load(now=0.0)
     assert inventory.merge(least=1) == 2
 
 
