@@ -371,8 +371,8 @@ def test_a_database_made_anew_is_dealt_out_anew(tmp_path: Path, rollouts: Rollou
     assert [c for look in source.reconcile(NOTHING) for c in look.candidates] == []
     source.close()
     rollouts.close()
-    for file in tmp_path.glob("rollout.db*"):
-        file.unlink()
+    for file in list(tmp_path.glob("rollout.db*")):
+        file.rename(tmp_path / f"old-{file.name}")  # unlinked, their inodes might be used again
     anew = make_rollouts(path)
     (one,) = anew.register(group=f"group-{names[1]}")
     source.open()

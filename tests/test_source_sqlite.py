@@ -13,7 +13,7 @@ from pyroaring import BitMap64
 
 from spoold.errors import ConfigError, SourceSchemaError, SourceUnavailable
 from spoold.model import Look, ReadyWhen, Samples
-from spoold.sources import open_source, sqlite, sqlite_rows
+from spoold.sources import open_source, sqlite, sqlite_open, sqlite_rows
 from spoold.sources.sqlite import SqliteSource
 from tests.support.rollouts import Rollouts, make_rollouts, open_rollouts
 
@@ -344,6 +344,35 @@ def test_another_file_at_the_path_is_seen_and_opened_anew(path: Path, tmp_path: 
         os.unlink(f"{path}{suffix}")
     source.open()
     assert not source.moved()
+    assert ids_of(reconciled(source)) == [2]
+
+
+def test_after_it_was_away_a_database_comes_with_a_wal_of_its_own(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = made(path)
+    old.complete(*old.register())
+    source = opened(path)
+    inode = source._wal
+    assert inode is not None
+    source.close()
+    old.close()
+    for suffix in ("", "-wal", "-shm"):
+        if os.path.exists(f"{path}{suffix}"):
+            os.rename(f"{path}{suffix}", f"{path}-old{suffix}")
+    with pytest.raises(SourceUnavailable, match="no database"):
+        source.open()
+    of_file = sqlite_open.file_id
+
+    def used_again(name: str) -> object:
+        return inode if name.endswith("-wal") and os.path.exists(name) else of_file(name)
+
+    monkeypatch.setattr(sqlite_open, "file_id", used_again)
+    monkeypatch.setattr(sqlite, "file_id", used_again)
+    new = made(path)
+    new.register(2)
+    new.complete(2)
+    source.open()
     assert ids_of(reconciled(source)) == [2]
 
 

@@ -159,6 +159,8 @@ class SqliteSource:
             # While the -wal of the old file lies there, and until another one was seen.
             if file is not None:
                 self._stale_wal = self._stale_wal or self._wal
+            elif file_id(self._path + "-wal") != self._wal:
+                self._wal = None  # gone as well: its inode may be that of another one soon
         else:
             self._stale_wal = None  # it was away, and is back with what is its own
         try:
