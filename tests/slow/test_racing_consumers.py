@@ -69,6 +69,8 @@ def test_every_batch_is_acked_by_exactly_one_consumer(tmp_path: Path, players: P
     for name in names:
         players.start(name, [sys.executable, "-c", TRAINER, str(run), name])
 
+    log, said_before = tmp_path / "daemon.log", 0
+
     def acked() -> int:
         return len(batch_names(run, State.ACKED))
 
@@ -87,12 +89,15 @@ def test_every_batch_is_acked_by_exactly_one_consumer(tmp_path: Path, players: P
             players.start(victim)
         if kill % 3 == 2:
             players.kill("daemon")
+            said_before = len(log.read_bytes())
             players.start("daemon")
     until(lambda: acked() >= BATCHES, "every batch to be acked")
     players.check("daemon", *names)
     for name in names:
         players.kill(name)
     until(lambda: len(ledger(run)) == BATCHES, "the ledger")
+    # The last daemon may have been started a moment ago, and hears no signal yet.
+    until(lambda: b"source open" in log.read_bytes()[said_before:], "the last daemon")
     assert players.stop("daemon") == 0
 
     files = batch_names(run, State.ACKED)
