@@ -14,6 +14,7 @@ from pyroaring import BitMap64
 
 from spoold import fs
 from spoold.daemon import collecting
+from spoold.daemon.loop import UNSETTLED_SECONDS
 from spoold.errors import SourceUnavailable
 from spoold.model import Rows
 from spoold.sources import Source
@@ -487,6 +488,26 @@ class TestConsumersGoOn:
                 it.go(2.0)
             assert sorted(environments(it.run)) == ids
         assert not moves
+
+    def test_between_two_passes_it_pauses(
+        self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        complete(rollouts, 1)
+        scan, stamps = fs.scan, itertools.count()
+
+        def acked_meanwhile(path: str) -> fs.Listing:
+            if path == f"{tmp_path}/run/rejected":
+                os.utime(f"{tmp_path}/run/acked", ns=(0, next(stamps)))
+            return scan(path)
+
+        monkeypatch.setattr(fs, "scan", acked_meanwhile)
+        with running(tmp_path, batch_size=1) as it:
+            assert not it.daemon.inventory.is_whole
+            assert it.daemon.step() == pytest.approx(UNSETTLED_SECONDS)
+            assert environments(it.run) == []
+            monkeypatch.undo()
+            it.go(1.0)
+            assert environments(it.run) == [1]
 
 
 class TestIdentity:
