@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pyroaring import BitMap64
 
 from spoold import fs
 from spoold.errors import ConfigError, SourceReplaced, SpoolHeld, SpoolLocked, SpoolWriteError
+from spoold.model import Look
 from spoold.sources.sqlite import SqliteSource
 from spoold.spool import setup
 from tests.support.batches import tree
 from tests.support.daemons import Running, environments, mv, running, start
+from tests.support.other_writer import OtherWriter, other_writer
 from tests.support.rollouts import Rollouts, make_rollouts
 
 
@@ -181,47 +184,73 @@ class TestHints:
             it.clock.now += max(pause, 0.0001)
         it.clock.now = end
 
-    def test_a_commit_that_shows_only_after_its_hint_is_seen_within_a_quarter_second(
-        self, tmp_path: Path, rollouts: Rollouts
-    ) -> None:
+    @pytest.fixture
+    def other(self, tmp_path: Path, rollouts: Rollouts) -> Iterator[OtherWriter]:
         rollouts.register(1)
+        with other_writer(tmp_path / "rollout.db") as other:
+            yield other
+
+    def test_a_commit_that_shows_only_after_its_hint_is_seen_within_a_quarter_second(
+        self, tmp_path: Path, other: OtherWriter
+    ) -> None:
         with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
             it.go()
             self.pass_time(it, 5.0)
+            other.write()
             it.daemon.hint(source=True, spool=False)
             it.daemon.step()
-            complete(rollouts, 1)
+            other.commit()
             self.pass_time(it, 0.25)
             assert environments(it.run) == [2]
 
-    def test_a_hint_that_comes_to_nothing_costs_a_few_reads_of_data_version_and_no_look(
+    def test_a_hint_that_comes_to_nothing_costs_two_reads_of_data_version_and_no_look(
         self, tmp_path: Path, rollouts: Rollouts
     ) -> None:
         rollouts.register(1)
         with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
             it.go()
             self.pass_time(it, 5.0)
-            source = it.daemon.looking.source
-            assert isinstance(source, SqliteSource)
-            assert source._database is not None
-            assert source._database._connection is not None
-            statements: list[str] = []
-            source._database._connection.set_trace_callback(statements.append)
+            statements = self.traced(it)
             it.daemon.hint(source=True, spool=False)
             self.pass_time(it, 5.0)
+            assert statements == ["PRAGMA data_version"] * 2
+
+    def test_a_writer_that_does_not_commit_is_waited_for_a_quarter_second_only(
+        self, tmp_path: Path, other: OtherWriter
+    ) -> None:
+        with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
+            it.go()
+            self.pass_time(it, 5.0)
+            statements = self.traced(it)
+            other.write()
+            it.daemon.hint(source=True, spool=False)
+            self.pass_time(it, 0.3)
             assert set(statements) == {"PRAGMA data_version"}
-            assert 5 < len(statements) < 15
+            assert 10 < len(statements) < 20
+            statements.clear()
+            self.pass_time(it, 5.0)
+            assert statements == []
+
+    @staticmethod
+    def traced(it: Running) -> list[str]:
+        source = it.daemon.looking.source
+        assert isinstance(source, SqliteSource)
+        assert source._database is not None
+        assert source._database._connection is not None
+        statements: list[str] = []
+        source._database._connection.set_trace_callback(statements.append)
+        return statements
 
     def test_nobody_wakes_up_again_after_the_commit_that_was_hinted_at(
-        self, tmp_path: Path, rollouts: Rollouts
+        self, tmp_path: Path, other: OtherWriter
     ) -> None:
-        rollouts.register(1)
         with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
             it.go()
             self.pass_time(it, 5.0)
+            other.write()
             it.daemon.hint(source=True, spool=False)
             it.clock.now += it.daemon.step()
-            complete(rollouts, 1)
+            other.commit()
             it.daemon.step()
             assert environments(it.run) == [2]
             # Until status.json may be written again.
@@ -248,33 +277,73 @@ class TestHints:
             assert environments(it.run) == [101, 3, 102]
 
     def test_a_look_that_found_one_commit_does_not_use_up_the_hint_of_the_next(
-        self, tmp_path: Path, rollouts: Rollouts
+        self, tmp_path: Path, rollouts: Rollouts, other: OtherWriter
     ) -> None:
-        rollouts.register(1)
         with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
             it.go()
             self.pass_time(it, 5.0)
             complete(rollouts, 1)
+            other.write()
             it.daemon.hint(source=True, spool=False)
             self.pass_time(it, 0.1)
             assert environments(it.run) == [2]
-            complete(rollouts, 1)
-            self.pass_time(it, 0.3)
+            other.commit()
+            self.pass_time(it, 0.2)
             assert environments(it.run) == [2, 3]
 
-    def test_a_commit_that_showed_while_a_batch_was_published_is_delivered_at_once(
-        self, tmp_path: Path, rollouts: Rollouts
+    def test_a_commit_that_shows_while_a_batch_is_published_is_delivered_at_once(
+        self,
+        tmp_path: Path,
+        rollouts: Rollouts,
+        other: OtherWriter,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        rollouts.register(1)
         with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
             it.go()
             self.pass_time(it, 5.0)
             complete(rollouts, 1)
+            other.write()
+            rename = fs.rename_noreplace
+
+            def meanwhile(old: str, new: str) -> None:
+                other.commit()
+                monkeypatch.undo()
+                rename(old, new)
+
+            monkeypatch.setattr(fs, "rename_noreplace", meanwhile)
             it.daemon.hint(source=True, spool=False)
             pause = it.daemon.step()
             assert environments(it.run) == [2]
+            assert pause < 0.001
+            it.clock.now += pause
+            it.daemon.step()
+            assert environments(it.run) == [2, 3]
+
+    def test_a_commit_that_shows_while_it_is_looked_is_delivered_at_once(
+        self,
+        tmp_path: Path,
+        rollouts: Rollouts,
+        other: OtherWriter,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
+            it.go()
+            self.pass_time(it, 5.0)
+            source = it.daemon.looking.source
             complete(rollouts, 1)
-            assert pause == 0.0
+            other.write()
+            look = source.look
+
+            def and_then(skip: BitMap64) -> Look:
+                found = look(skip)
+                other.commit()
+                monkeypatch.undo()
+                return found
+
+            monkeypatch.setattr(source, "look", and_then)
+            it.daemon.hint(source=True, spool=False)
+            assert it.daemon.step() == 0.0
+            assert environments(it.run) == [2]
             it.daemon.step()
             assert environments(it.run) == [2, 3]
 

@@ -15,6 +15,7 @@ from spoold.errors import ConfigError, SourceSchemaError, SourceUnavailable
 from spoold.model import Look, ReadyWhen, Samples
 from spoold.sources import open_source, sqlite, sqlite_open, sqlite_rows
 from spoold.sources.sqlite import SqliteSource
+from tests.support.other_writer import other_writer
 from tests.support.rollouts import Rollouts, make_rollouts, open_rollouts
 
 NOTHING = BitMap64()
@@ -208,6 +209,61 @@ def test_only_a_commit_counts_as_committed_and_any_touch_as_changed(
     assert (source.committed(), source.changed()) == (False, False)
     rollouts.register()
     assert (source.committed(), source.changed()) == (True, True)
+
+
+def test_a_writer_is_seen_at_it_from_its_first_write_to_its_commit(
+    rollouts: Rollouts, path: Path
+) -> None:
+    rollouts.register(1)
+    source = opened(path)
+    source.look(NOTHING)
+    with other_writer(path) as other:
+        assert not source.is_writing()
+        other.write()
+        assert source.is_writing()
+        assert not source.committed()
+        other.commit()
+        assert not source.is_writing()
+        assert source.committed()
+
+
+def test_looking_for_a_writer_takes_nothing_from_it_or_from_its_reader(
+    rollouts: Rollouts, path: Path
+) -> None:
+    rollouts.register(1)
+    source = opened(path)
+    with other_writer(path) as other, source._transaction() as (connection, _):
+        (before,) = connection.execute("SELECT count(*) FROM job_environments").fetchone()
+        other.write()
+        assert source.is_writing()
+        other.commit()
+        assert connection.execute("SELECT count(*) FROM job_environments").fetchone() == (before,)
+        # It is still known to read: nobody may write over what it reads.
+        assert rollouts.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 1
+    assert rollouts.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
+
+
+def test_without_a_shm_nobody_can_tell_whether_there_is_a_writer(tmp_path: Path) -> None:
+    OPEN.append(rollouts := make_rollouts(tmp_path / "old.db", journal="delete"))
+    rollouts.complete(*rollouts.register(1))
+    source = opened(tmp_path / "old.db")
+    assert source.is_writing()
+    source.close()
+    assert source.is_writing()
+
+
+def test_the_shm_does_not_stay_open(rollouts: Rollouts, path: Path) -> None:
+    def how_often() -> int:
+        links = (os.readlink(entry) for entry in os.scandir("/proc/self/fd") if entry.is_symlink())
+        return sum(link.endswith("-shm") for link in links)
+
+    rollouts.register(1)
+    before = how_often()
+    for _ in range(3):
+        source = opened(path)
+        assert how_often() == before + 1
+        source.close()
+    assert how_often() == before
 
 
 def test_a_look_is_one_transaction_however_much_it_finds(rollouts: Rollouts, path: Path) -> None:

@@ -64,8 +64,7 @@ class Looking:
         self._look_at = 0.0
         self._peek_at = math.inf
         self._peeks: Iterator[float] = iter(())
-        # Since the last hint: whether a look or a peek was made, and whether a peek saw a commit.
-        self._has_peeked = self._is_news = False
+        self._is_news = False
         # What the source said, and nobody was told yet: that nothing holds of what was found.
         self._starts_over = False
         # Rows of delivered environments that were deleted, as far as was noticed.
@@ -112,8 +111,7 @@ class Looking:
     def hint(self) -> None:
         """Take in a hint that the source changed."""
         self._peek_at = 0.0
-        self._peeks = iter(self.source.hinted_seconds)
-        self._has_peeked = self._is_news = False
+        self._peeks = iter(self.source.peek_seconds)
 
     def due_at(self) -> float:
         """Return when there is something to do; 0 while a reconcile is under way."""
@@ -130,11 +128,9 @@ class Looking:
         if now < self.peek_at() or self._reconcile is not None:
             return False
         self._is_news = self.source.committed()
-        if self._is_news:
-            return False
-        self._peek_at = now + next(self._peeks, math.inf)
-        self._has_peeked = True
-        return True
+        if not self._is_news:
+            self._plan_peek(now)
+        return now < self._peek_at
 
     def open(self, inventory: Inventory, now: float) -> None:
         """Open the source and tie the run directory to it.
@@ -184,8 +180,8 @@ class Looking:
             self._backoff.succeeded()
             self._conditions.end("source-unavailable", now=now)
 
-    def looks(self, inventory: Inventory, now: float) -> Iterator[Look]:
-        """Yield what is new: of a look, if one is due, and of one slice of a reconcile.
+    def looks(self, inventory: Inventory, now: float, *, soon: float) -> Iterator[Look]:
+        """Yield what is new: of a look, if one is due until `soon`, and of a slice of a reconcile.
 
         `went_back` comes alone and first: nothing holds then of what was found before.
         Raises SourceUnavailable, and SourceReplaced when the rows are not those of before.
@@ -204,7 +200,7 @@ class Looking:
         if inventory.undelivered:
             self._verify(inventory.remembered(), inventory)
             self._begin(inventory, now, with_groups=True)
-        if now >= min(self._look_at, self._peek_at) and not self._learning_groups:
+        if (now >= self._peek_at or soon >= self._look_at) and not self._learning_groups:
             yield from self._look(inventory, now)
         if self._reconcile is None and now >= self._reconcile_at:
             self._verify(inventory.remembered(), inventory)
@@ -230,19 +226,18 @@ class Looking:
     def _look(self, inventory: Inventory, now: float) -> Iterator[Look]:
         pause = self.settings.scan_seconds
         if self._is_news or self.source.changed():
-            # If there was a look or a peek since the last hint, this commit was under way then, and
-            # the hint of the one after it is still to come.
-            is_last = self._has_peeked and self._is_news and self.source.one_at_a_time
             self._is_news = False
             began = time.monotonic()
             look = self.source.look(inventory.skip)
             self.durations.add(time.monotonic() - began)
             # RACE: after the look, so that what it has seen is what is verified. Where it is not
             # taken in, a reconcile comes.
-            self._verify(inventory.latest(), inventory)
+            if look.went_back or not self.source.is_verified():
+                self._verify(inventory.latest(), inventory)
             if inventory.undelivered and not look.went_back:
                 return
-            self._peeks = iter(() if is_last else self.source.peek_seconds)
+            self._peeks = iter(self.source.peek_seconds)
+            self._peek_at = now
             self._pass_on_advice(now)
             if look.more:
                 pause = MORE_SECONDS
@@ -254,10 +249,18 @@ class Looking:
                 self._begin(inventory, now, with_groups=True)
                 return
             yield look
-        self._has_peeked = True
         self.last_look = self._wall()
         self._look_at = now + pause
-        self._peek_at = now + next(self._peeks, math.inf)
+        if now >= self._peek_at:
+            self._plan_peek(now)
+
+    def _plan_peek(self, now: float) -> None:
+        """Decide when to see whether what is being written is visible. Its hint may be used up."""
+        # RACE: in this order. Whoever has written by the first question is seen by the second.
+        if self.source.is_writing():
+            self._peek_at = now + next(self._peeks, math.inf)
+        else:
+            self._peek_at = now if self.source.committed() else math.inf
 
     def _pass_on_advice(self, now: float) -> None:
         """Say what the source would have a person do, and no more what it no longer says."""

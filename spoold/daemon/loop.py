@@ -50,6 +50,7 @@ __all__ = ["Daemon"]
 log = logging.getLogger("spoold.daemon")
 
 UNSETTLED_SECONDS: Final = 0.06
+TOGETHER: Final = 0.25  # of a scan
 HOLD_CODES: Final = (
     *("unreadable", "bad-rows", "backpressure"),
     *("disk-space", "read-only", "write-failed"),
@@ -234,7 +235,9 @@ class Daemon:
         return max(0.0, min(self._due_at, peek_at) - now)
 
     def _step(self, now: float) -> None:
-        if now >= self._refresh_at or self._is_unsettled():
+        # What is due soon is done along: whoever has nothing to do wakes once a scan.
+        soon = now + TOGETHER * self.settings.scan_seconds
+        if soon >= self._refresh_at or self._is_unsettled():
             self._refresh(now)
         if self.inventory.undelivered:
             self.plan.reopen()
@@ -245,7 +248,7 @@ class Daemon:
             self.delivery.collector.forget()  # it may be long until it is wanted again
             return
         try:
-            for look in self.looking.looks(self.inventory, now):
+            for look in self.looking.looks(self.inventory, now, soon=soon):
                 self._take(look, now)
             self._give_up(now)
             self._deliver(now)

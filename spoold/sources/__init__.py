@@ -56,16 +56,8 @@ class Source(Protocol):
         """The finished environments that have no usable row, as far as was looked and read."""
 
     @property
-    def hinted_seconds(self) -> Sequence[float]:
-        """After which pauses to see whether the commit that a hint told of is visible."""
-
-    @property
     def peek_seconds(self) -> Sequence[float]:
-        """After which pauses to see whether there is more once a look found a change."""
-
-    @property
-    def one_at_a_time(self) -> bool:
-        """Whether commits become visible one by one, and a hint of each comes before it does."""
+        """After which pauses to see what is new, after a hint, and once a look found a change."""
 
     def advice(self) -> tuple[Advice, ...]:
         """Return what a person could do about the database, of each kind the most urgent first.
@@ -100,6 +92,12 @@ class Source(Protocol):
         """Whether a commit became visible since the last look. Cheaper, never raises.
 
         True where that cannot be told. What came by other means than a commit shows in `changed`.
+        """
+
+    def is_writing(self) -> bool:
+        """Whether somebody is at it: a commit may become visible soon. Nearly free, never raises.
+
+        True where that cannot be told. Where False, what was hinted at before is visible by now.
         """
 
     def moved(self) -> bool:

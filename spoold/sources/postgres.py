@@ -98,9 +98,6 @@ class PostgresSource:
         """The finished environments that have no usable row, as far as was looked and read."""
         return self._watched.missing
 
-    hinted_seconds: Sequence[float] = ()
-    one_at_a_time = False
-
     @property
     def peek_seconds(self) -> Sequence[float]:
         """After which pauses to look again: soon while rows come in, at the scan otherwise."""
@@ -244,6 +241,10 @@ class PostgresSource:
             return self.changed()
         except SourceUnavailable:
             return True  # the look that follows says why
+
+    def is_writing(self) -> bool:
+        """Return True: to ask is as dear as to look."""
+        return True
 
     def moved(self) -> bool:
         """Whether it is another database: what `look` and `open` find out by themselves."""

@@ -111,14 +111,10 @@ class SqliteSource:
 
     # A hint may come before its commit is visible, by as long as the writer syncs: this is after
     # 0.3, 0.6, 1, 1.5, 2, 3, 5, 8, 18, 38, 78, 158 and 258 ms.
-    hinted_seconds: Sequence[float] = (
+    peek_seconds: Sequence[float] = (
         *(0.0003, 0.0003, 0.0004, 0.0005, 0.0005, 0.001, 0.002, 0.003),
         *(0.01, 0.02, 0.04, 0.08, 0.1),
     )
-    # A look that finds one commit may have used up the hint of the next, which then became visible
-    # while a batch was published: each would be delivered only with the one after it.
-    peek_seconds: Sequence[float] = (0.0, 0.002, 0.02, 0.2)
-    one_at_a_time = True
 
     def advice(self) -> tuple[Advice, ...]:
         """Return nothing: the indexes that are needed are part of the tables."""
@@ -271,6 +267,10 @@ class SqliteSource:
             return database.version() != self._looked.version
         except SourceUnavailable:
             return True  # the look that follows says why
+
+    def is_writing(self) -> bool:
+        """Whether a writer is in a transaction; True: perhaps."""
+        return self._database is None or self._database.is_writing()
 
     def moved(self) -> bool:
         """Whether the path names another file than the one that is open, or none."""

@@ -20,6 +20,7 @@ import fcntl
 import os
 import sqlite3
 import stat
+import struct
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 from urllib.parse import quote
@@ -45,6 +46,10 @@ _BUSY_SECONDS: Final = 0.25
 _SHARED_FIRST: Final = 0x40000000 + 2
 _SHARED_SIZE: Final = 510
 _WAL_FORMAT: Final = b"\2\2"
+# Where those who write hold theirs in the -shm, until what they wrote is visible (os_unix.c:
+# UNIX_SHM_BASE; wal.c: WAL_WRITE_LOCK). As a struct flock: type, whence, start, length, process.
+_WRITE_LOCK: Final = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 120, 1, 0)
+_NO_LOCK: Final = struct.pack("h", fcntl.F_UNLCK)
 _TRIES_AGAIN: Final = "spoold tries again by itself"
 
 _UNAVAILABLE: Final = {
@@ -148,6 +153,7 @@ class Database:
         self.path = path
         self.immutable = immutable
         self._guard = guard
+        self._shm = -1
         self._connection: sqlite3.Connection | None = None
         self._facts = _facts(path)
         self.id: FileId | None = None
@@ -168,6 +174,9 @@ class Database:
             raise
         self.id = file_id(path)
         self.wal_id = file_id(path + "-wal")
+        if not immutable:
+            with contextlib.suppress(OSError):  # none: not in WAL mode
+                self._shm = os.open(path + "-shm", os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def is_open(self) -> bool:
@@ -179,9 +188,11 @@ class Database:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
-        guard, self._guard = self._guard, -1
-        if guard >= 0:
-            os.close(guard)
+        # After the connection: closing a file drops all locks that this process has on it.
+        for fd in (self._guard, self._shm):
+            if fd >= 0:
+                os.close(fd)
+        self._guard = self._shm = -1
 
     def define(self, name: str, function: Callable[[int, bytes | None, bytes], bool]) -> None:
         """Give queries a function of an environment's id, group id and env id."""
@@ -228,6 +239,16 @@ class Database:
             self.close()
             raise self._failed(error) from error
         return int(version)
+
+    def is_writing(self) -> bool:
+        """Whether another process is in a write transaction; True where nothing tells."""
+        if self._shm < 0:
+            return True
+        try:
+            answer = fcntl.fcntl(self._shm, fcntl.F_GETLK, _WRITE_LOCK)
+        except OSError:
+            return True
+        return answer[: len(_NO_LOCK)] != _NO_LOCK
 
     def stamp(self) -> Stamp:
         """Return what differs after each commit, or where the files were changed without one."""
