@@ -103,7 +103,7 @@ class Look:
     `members`: environments in `skip` with their groups, where groups are asked for. `registered`:
     all members of the groups in `asked`, deleted ones aside. `reached`: up to which id of `highest`
     a reconcile has come; 0 where it does not tell. `more`: only those were asked that were likely
-    to be candidates; a look for the others is due soon.
+    to be candidates, and others may have become some; a look for them is due soon.
     """
 
     candidates: tuple[Candidate, ...] = ()

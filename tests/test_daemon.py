@@ -291,6 +291,38 @@ class TestHints:
             self.pass_time(it, 0.2)
             assert environments(it.run) == [2, 3]
 
+    def test_a_look_without_a_hint_waits_for_what_is_being_written(
+        self, tmp_path: Path, rollouts: Rollouts, other: OtherWriter
+    ) -> None:
+        with running(tmp_path, scan_seconds=10, rescan_seconds=1000) as it:
+            it.go()
+            self.pass_time(it, 25.0)
+            complete(rollouts, 1)
+            other.write()
+            it.clock.now += 10.0
+            it.daemon.step()
+            assert environments(it.run) == [2]
+            other.commit()
+            self.pass_time(it, 0.3)
+            assert environments(it.run) == [2, 3]
+
+    def test_whoever_has_nothing_to_do_wakes_once_a_scan(
+        self, tmp_path: Path, rollouts: Rollouts
+    ) -> None:
+        rollouts.register(1)
+        with running(tmp_path, scan_seconds=2, rescan_seconds=1000) as it:
+            it.go()
+            self.pass_time(it, 9.7)
+            complete(rollouts, 1)
+            it.daemon.hint(source=True, spool=False)  # from here on looks are due at another time
+            self.pass_time(it, 10.0)
+            steps = 0
+            end = it.clock.now + 100.0
+            while it.clock.now < end:
+                it.clock.now += max(it.daemon.step(), 0.0001)
+                steps += 1
+            assert 49 <= steps <= 55
+
     def test_a_commit_that_shows_while_a_batch_is_published_is_delivered_at_once(
         self,
         tmp_path: Path,

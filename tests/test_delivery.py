@@ -815,6 +815,22 @@ def test_groups_written_anew_in_the_middle_of_a_reconcile_are_others(
         assert notes(it.run.root) == []
 
 
+def test_groups_written_anew_before_a_look_are_others(tmp_path: Path, rollouts: Rollouts) -> None:
+    complete(rollouts, 2, group="a")
+    with running(tmp_path, group_size=2, rescan_seconds=1000) as it:
+        it.go()
+        mv(it.run, tree(it.run, "pending")[0], "acked")
+        it.go(10.0)
+        with rollouts.together():
+            rollouts.db.execute("DELETE FROM session_steps")
+            rollouts.db.execute("DELETE FROM job_environments")
+        anew = complete(rollouts, 2, group="a")
+        it.daemon.hint(source=True, spool=False)
+        it.go(10.0)
+        assert environments(it.run, "pending") == anew
+        assert notes(it.run.root) == []
+
+
 def test_what_is_deleted_before_there_is_room_for_it_is_not_delivered(
     tmp_path: Path, rollouts: Rollouts
 ) -> None:

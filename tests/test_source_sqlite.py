@@ -15,6 +15,7 @@ from spoold.errors import ConfigError, SourceSchemaError, SourceUnavailable
 from spoold.model import Look, ReadyWhen, Samples
 from spoold.sources import open_source, sqlite, sqlite_open, sqlite_rows
 from spoold.sources.sqlite import SqliteSource
+from spoold.sources.sqlite_open import Database
 from tests.support.other_writer import other_writer
 from tests.support.rollouts import Rollouts, make_rollouts, open_rollouts
 
@@ -283,17 +284,32 @@ def test_a_look_is_one_transaction_however_much_it_finds(rollouts: Rollouts, pat
     assert statements.count("BEGIN") == 1
 
 
-def test_whoever_got_the_newest_rows_is_asked_first_and_all_others_in_the_next_look(
-    rollouts: Rollouts, path: Path
-) -> None:
+@pytest.fixture
+def hundred(rollouts: Rollouts) -> list[int]:
+    """A hundred that run, none of them finished."""
     with rollouts.together():
         ids = rollouts.register(100)
         for environment in ids:
             rollouts.end(environment)
-    source = opened(path)
+    return ids
+
+
+def looked_at(
+    path: Path, rollouts: Rollouts, first: int, clock: Clock | None = None
+) -> SqliteSource:
+    """A source that has seen all, and to whom `first` is the one with the newest rows."""
+    source = opened(path, clock=clock)
     reconciled(source)
-    rollouts.end(ids[7])
+    rollouts.step(first)
     assert source.look(NOTHING) == Look()
+    return source
+
+
+def test_whoever_got_the_newest_rows_is_asked_first_and_all_others_in_the_next_look(
+    rollouts: Rollouts, path: Path, hundred: list[int]
+) -> None:
+    ids = hundred
+    source = looked_at(path, rollouts, ids[7])
     rollouts.finish(ids[7], ids[3])
     first = source.look(NOTHING)
     assert (ids_of(first), first.more) == ([ids[7]], True)
@@ -303,6 +319,81 @@ def test_whoever_got_the_newest_rows_is_asked_first_and_all_others_in_the_next_l
     then = source.look(NOTHING)
     assert (ids_of(then), then.more) == ([ids[3], ids[8]], False)
     assert (source.committed(), source.changed()) == (False, False)
+
+
+def test_one_commit_with_rows_is_no_reason_to_ask_all_others(
+    rollouts: Rollouts, path: Path, hundred: list[int]
+) -> None:
+    source = looked_at(path, rollouts, hundred[7])
+    with rollouts.together():  # both at once, as no writer does it
+        rollouts.step(hundred[7])
+        rollouts.finish(hundred[3])
+    assert source.look(NOTHING) == Look()
+    # They are asked when there is nothing else to do.
+    assert (source.committed(), source.changed()) == (False, True)
+    assert ids_of(source.look(NOTHING)) == [hundred[3]]
+    assert not source.changed()
+
+
+def test_one_commit_that_finishes_who_was_likely_is_no_reason_to_ask_all_others(
+    rollouts: Rollouts, path: Path, hundred: list[int]
+) -> None:
+    source = looked_at(path, rollouts, hundred[7])
+    with rollouts.together():
+        rollouts.finish(hundred[7], hundred[3])
+    look = source.look(NOTHING)
+    assert (ids_of(look), look.more) == ([hundred[7]], False)
+    assert ids_of(source.look(NOTHING)) == [hundred[3]]
+
+
+def test_with_two_commits_the_rows_may_be_of_one_and_the_end_of_another(
+    rollouts: Rollouts, path: Path, hundred: list[int]
+) -> None:
+    source = looked_at(path, rollouts, hundred[7])
+    rollouts.step(hundred[7])
+    rollouts.finish(hundred[3])
+    assert ids_of(source.look(NOTHING)) == [hundred[3]]
+
+
+def test_a_commit_without_rows_that_finishes_nobody_likely_is_a_reason_to_ask_all_others(
+    rollouts: Rollouts, path: Path, hundred: list[int]
+) -> None:
+    source = looked_at(path, rollouts, hundred[7])
+    rollouts.finish(hundred[3])
+    assert ids_of(source.look(NOTHING)) == [hundred[3]]
+
+
+def test_however_many_commits_explain_themselves_all_others_are_asked_after_two_seconds(
+    rollouts: Rollouts, path: Path, hundred: list[int]
+) -> None:
+    clock = Clock()
+    source = looked_at(path, rollouts, hundred[7], clock)
+    found = []
+    for turn in range(25):
+        with rollouts.together():
+            rollouts.step(hundred[7])
+            if not turn:
+                rollouts.finish(hundred[3])
+        found.append(ids_of(source.look(NOTHING)))
+        clock.now += 0.1
+    assert found == [[]] * 20 + [[hundred[3]]] + [[]] * 4
+
+
+def test_a_commit_that_comes_while_a_look_begins_may_be_any(
+    rollouts: Rollouts, path: Path, hundred: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = looked_at(path, rollouts, hundred[7])
+    rollouts.step(hundred[7])
+    commits = Database.commits
+
+    def then_one_more(database: Database) -> int | None:
+        number = commits(database)
+        monkeypatch.undo()
+        rollouts.finish(hundred[3])
+        return number
+
+    monkeypatch.setattr(Database, "commits", then_one_more)
+    assert ids_of(source.look(NOTHING)) == [hundred[3]]
 
 
 @pytest.mark.parametrize("gate", [ReadyWhen.FINISHED, ReadyWhen.TERMINAL])

@@ -232,7 +232,8 @@ class Looking:
             self.durations.add(time.monotonic() - began)
             # RACE: after the look, so that what it has seen is what is verified. Where it is not
             # taken in, a reconcile comes.
-            if look.went_back or not self.source.is_verified():
+            found = look.candidates or look.late or look.missing or look.went_back
+            if found and not self.source.is_verified():
                 self._verify(inventory.latest(), inventory)
             if inventory.undelivered and not look.went_back:
                 return

@@ -48,6 +48,8 @@ __all__ = ["SqliteSource"]
 
 _FEW: Final = 256
 _SLICE_SECONDS: Final = 1.0
+# Whoever was not asked, because nothing spoke for it, is asked so much later.
+_UNASKED_SECONDS: Final = 2.0
 _TABLES_TRIES: Final = 10
 _TABLES_PAUSE_SECONDS: Final = 0.05
 
@@ -89,7 +91,9 @@ class SqliteSource:
         # Of the last look, and of the last complete one.
         self._looked: Stamp | None = None
         self._seen: Stamp | None = None
+        self._commits: int | None = None
         self._asks_everyone = False
+        self._unasked_since: float | None = None
         self._verified: Stamp | None = None
         self._watched = Watched(clock())
         self._share = Share(shard, job=self.job)
@@ -170,7 +174,7 @@ class SqliteSource:
             raise self._changed_schema(error) from error
         self._database = database
         self._file, self._wal, self._stale_wal = database.id, database.wal_id, None
-        self._looked = self._seen = self._verified = None
+        self._looked = self._seen = self._verified = self._commits = None
         return starts_over
 
     def _take(self, database: Database, *, is_new: bool) -> bool:
@@ -279,22 +283,18 @@ class SqliteSource:
     def look(self, skip: BitMap64) -> Look:
         """Look at new step rows, and at the environments that are running."""
         # Before anything is read: what is committed from here on makes another look.
-        stamp = self._connected().stamp()
+        database = self._connected()
+        stamp, commits, now = database.stamp(), database.commits(), self._clock()
         assert self._heights is not None
-        news = News(
-            self._watched,
-            above=self._highest_step,
-            job=self.job,
-            needs_finished=self.ready_when is ReadyWhen.FINISHED,
-            everyone=self._asks_everyone,
-            skip=skip,
-        )
         # Mostly one transaction; where there is more than one may read, others follow.
         with self._transaction() as (connection, schema):
             heights = heights_of(connection, schema, self._heights)
             went_back = heights.went_back(self._heights)
+            if database.commits() != commits:
+                commits = None  # nobody knows how many of them are in what is read
+            news = self._news(commits, skip, now)
             if not went_back:
-                news.read_on(connection, schema, heights.steps, self._clock())
+                news.read_on(connection, schema, heights.steps, now)
         while not (went_back or news.is_ended):
             with self._transaction() as (connection, schema):
                 news.read_on(connection, schema, heights.steps, self._clock())
@@ -306,15 +306,33 @@ class SqliteSource:
         self._heights = heights
         self._highest_step = max(self._highest_step, heights.steps)
         self._watched.caught_up(self._highest_step)
-        self._looked = stamp
-        self._asks_everyone = news.more
+        self._looked, self._commits = stamp, commits
         if not news.more:
             self._seen = stamp
+            self._unasked_since = None
+        elif self._unasked_since is None:
+            self._unasked_since = now
+        self._asks_everyone = news.more and not news.is_explained
         return Look(
             candidates=tuple(news.candidates),
             late=tuple(news.late),
             missing=self._watched.tell(),
-            more=news.more,
+            more=self._asks_everyone,
+        )
+
+    def _news(self, commits: int | None, skip: BitMap64, now: float) -> News:
+        number = None if commits is None or self._commits is None else commits - self._commits
+        everyone = self._asks_everyone
+        if self._unasked_since is not None:
+            everyone |= now - self._unasked_since >= _UNASKED_SECONDS
+        return News(
+            self._watched,
+            above=self._highest_step,
+            job=self.job,
+            needs_finished=self.ready_when is ReadyWhen.FINISHED,
+            everyone=everyone,
+            is_one_commit=number == 1,
+            skip=skip,
         )
 
     def reconcile(self, skip: BitMap64) -> Iterator[Look]:

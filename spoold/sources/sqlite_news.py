@@ -26,7 +26,11 @@ class News:
 
     `candidates` passed the gate, `late` are environments in `skip` that got new rows. `is_ended`
     when nothing is left to read; before that only `watched` knows more than it did, and nothing
-    wrong. `more` where not all that run were asked: the next look has to ask `everyone`.
+    wrong. `more` where not all that run were asked: a later look has to ask `everyone`.
+
+    `is_one_commit`: that is all that came since the last look. A writer writes rows or marks an
+    environment as finished, not both at once: where rows were found, or a candidate, that was it
+    (`is_explained`), and to ask all others is no haste.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class News:
         job: str,
         needs_finished: bool,
         everyone: bool,
+        is_one_commit: bool,
         skip: BitMap64,
     ) -> None:
         self.above = above
@@ -44,6 +49,8 @@ class News:
         self.late = BitMap64()
         self.is_ended = False
         self.more = False
+        self.is_explained = False
+        self._is_one_commit = is_one_commit
         self._watched = watched
         self._job = job
         self._needs_finished = needs_finished
@@ -72,7 +79,9 @@ class News:
             if likely and not self._everyone and len(running) > _TIMES_MORE * len(likely):
                 # Their batch need not wait for all others to be asked.
                 self._ask(connection, schema, list(likely))
-                if self.candidates:
+                is_found = bool(self.candidates or self._touched)
+                self.is_explained = self._is_one_commit and is_found
+                if self.candidates or self.is_explained:
                     self.more = self.is_ended = True
                     return
             self._to_ask = list(running)

@@ -21,6 +21,7 @@ import os
 import sqlite3
 import stat
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 from urllib.parse import quote
@@ -50,6 +51,8 @@ _WAL_FORMAT: Final = b"\2\2"
 # UNIX_SHM_BASE; wal.c: WAL_WRITE_LOCK). As a struct flock: type, whence, start, length, process.
 _WRITE_LOCK: Final = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 120, 1, 0)
 _NO_LOCK: Final = struct.pack("h", fcntl.F_UNLCK)
+# Where the -shm counts commits (wal.c: WalIndexHdr.iChange), in four bytes.
+_COMMITS_AT: Final = 8
 _TRIES_AGAIN: Final = "spoold tries again by itself"
 
 _UNAVAILABLE: Final = {
@@ -249,6 +252,15 @@ class Database:
         except OSError:
             return True
         return answer[: len(_NO_LOCK)] != _NO_LOCK
+
+    def commits(self) -> int | None:
+        """Return how many commits there were, from wherever it counts; None where nothing tells."""
+        if self._shm < 0:
+            return None
+        try:
+            return int.from_bytes(os.pread(self._shm, 4, _COMMITS_AT), sys.byteorder)
+        except OSError:
+            return None
 
     def stamp(self) -> Stamp:
         """Return what differs after each commit, or where the files were changed without one."""
