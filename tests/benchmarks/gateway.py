@@ -2,7 +2,8 @@
 
 All end as Python objects, by the same json. The limit reads the batch files themselves; the other
 is a loop that polls a hundred rows of the same database (`hundred_rows.py`), at full speed. All
-deliver whole groups; a batch holds as many of them as there are in a hundred rows.
+deliver whole groups; a batch holds as many of them as Slime's examples want at a time
+(`--rollout-batch-size 32 --n-samples-per-prompt 8`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ROW_BYTES = 20_000
 STEPS = 4
 TURNS_A_STEP = 2
 GROUP_SIZE = 8
-GROUPS_A_BATCH = 12
+GROUPS_A_BATCH = 32
 
 PEER = "a hundred rows a poll"
 
