@@ -165,6 +165,11 @@ REASONS: Final[dict[str, Kind]] = {
         "start a trainer, or raise the mark",
         _WAIT,
     ),
+    "batches-move": Kind(
+        "batches are moved while the daemon looks for what was delivered",
+        "it goes on when they rest for a moment, or after ten seconds",
+        _WAIT,
+    ),
     "first-look": Kind("the first look at the whole database is under way", "", _WAIT),
     "waiting-for-environments": Kind("rollouts are under way and not complete yet", "", _WAIT),
     "groups-incomplete": Kind(

@@ -20,9 +20,10 @@ from spoold.errors import SourceSchemaError, SpoolLocked
 from spoold.layout import RunDir
 from spoold.reasons import REASONS, SEVERE, Urgency, say
 from spoold.spool import health, setup
+from spoold.spool.shelves import Shelves
 from tests.support.batches import tree
 from tests.support.commands import spoold
-from tests.support.daemons import Clock, Running, mv, start
+from tests.support.daemons import Clock, Running, mv, running, start
 from tests.support.rollouts import Rollouts, make_rollouts
 
 ROOT = Path(__file__).parent.parent
@@ -371,6 +372,30 @@ def test_the_first_look_at_a_large_database_shows_how_far_it_is(
     stage.sees_no_more("first-look")
 
 
+def test_batches_that_move_while_the_daemon_starts_are_waited_for(
+    tmp_path: Path,
+    rollouts: Rollouts,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    complete(rollouts)
+    with running(tmp_path) as before:
+        before.go()
+    complete(rollouts)
+    # Each pass finds that a folder changed while it went through them.
+    monkeypatch.setattr(Shelves, "_mtime_ns", lambda *_: -1)
+    stage = Stage(tmp_path, capsys, caplog)
+    stage.it.daemon.step()
+    stage.clock.now += 1.1
+    stage.it.daemon.step()
+    assert f"waits for batches-move: {say('batches-move')}" in stage.status()
+    assert len(tree(before.run)) == 1
+    stage.sees_no_more("batches-move")
+    assert len(tree(before.run)) == 2
+    stage.it.kill()
+
+
 def test_a_daemon_that_lost_its_lock_says_why_and_leaves_the_report_to_the_next(
     stage: Stage, rollouts: Rollouts
 ) -> None:
@@ -495,6 +520,7 @@ SENTENCES = {
     "held": "the daemon holds delivery back",
     "consumer-gone": "a consumer is dead and holds batches",
     "backpressure": "trainers are slower than rollouts: pending/ is full",
+    "batches-move": "batches are moved while the daemon looks for what was delivered",
     "first-look": "the first look at the whole database is under way",
     "waiting-for-environments": "rollouts are under way and not complete yet",
     "groups-incomplete": "groups are not whole yet",

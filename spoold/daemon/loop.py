@@ -100,7 +100,7 @@ class Daemon:
         setup.clean_tmp(run)
         setup.probe(run)
         setup.check_shard(run, str(settings.shard))
-        self.inventory = self._new_inventory(run)
+        self.inventory = Inventory(run, relist_seconds=settings.rescan_seconds)
         self.inventory.load(now=self.clock())
         self._refresh_at = self.clock() + settings.scan_seconds
         newest = newest_note(run, self.inventory.shelves.notes())
@@ -149,9 +149,6 @@ class Daemon:
         counts = self.delivery.counts
         fields = {"batches": counts.batches, "environments": counts.environments}
         log.info("stopped", extra={"fields": fields})
-
-    def _new_inventory(self, run: RunDir) -> Inventory:
-        return Inventory(run, relist_seconds=self.settings.rescan_seconds)
 
     def failed(self, error: Exception) -> None:
         """Take in what ends the daemon: `stop` leaves it in the last report, for status."""
@@ -326,7 +323,9 @@ class Daemon:
             return False
         self.conditions.end("unreadable", now=now)
         if not inventory.is_whole:
-            return False  # for a moment: consumers move batches while they are looked for
+            self.conditions.begin("batches-move", now=now)
+            return False
+        self.conditions.end("batches-move", now=now)
         if self.delivery.collector.bad_in_a_row >= BAD_ROWS:
             text = f"{BAD_ROWS} bad environments, no good one between them"
             self.conditions.begin("bad-rows", text, now=now)
@@ -365,7 +364,7 @@ class Daemon:
         fields = {"what": error.message, "retired_to": folder}
         log.warning("source replaced", extra={"fields": fields})
         self.looking.start_over()
-        self.inventory = self._new_inventory(self.run)
+        self.inventory = Inventory(self.run, relist_seconds=self.settings.rescan_seconds)
         self.inventory.load(now=now)
         self._forget_found()
         self._refresh_at = now
