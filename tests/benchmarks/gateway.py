@@ -1,9 +1,10 @@
 """What HTTP costs: samples a second through the gateway, read from the files, and as before it.
 
-All end as Python objects, by the same json. The limit reads the batch files themselves; the other
-is a loop that polls a hundred rows of the same database (`hundred_rows.py`), at full speed. All
-deliver whole groups; a batch holds as many of them as Slime's examples want at a time
-(`--rollout-batch-size 32 --n-samples-per-prompt 8`).
+All end as Python objects, by the same json. One limit reads the batch files themselves, the other
+gets the same batches over HTTP from a server that has nothing to do (`bare_server.py`): most of the
+time is the client's. The peer is a loop that polls a hundred rows of the same database
+(`hundred_rows.py`), at full speed. All deliver whole groups; a batch holds as many of them as
+Slime's examples want at a time (`--rollout-batch-size 32 --n-samples-per-prompt 8`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,11 @@ def run(folder: Path, *, small: bool) -> Report:
     machine.once(db, spool, group_size=GROUP_SIZE, batch_size=GROUPS_A_BATCH)
     number = (number + 1) // GROUP_SIZE * GROUP_SIZE - GROUP_SIZE  # ids begin at 1, groups at 0
     acts: dict[str, Callable[[Path], float]] = {
-        "gateway": lambda place: through_the_gateway(spool, place, number),
+        "gateway": lambda place: over_http(serve_command(place / "run"), spool, place, number),
+        "bare server": lambda place: over_http(
+            [sys.executable, "-m", "tests.benchmarks.bare_server", str(place / "run")],
+            *(spool, place, number),
+        ),
         "the files, read and parsed": lambda _: from_the_files(spool, number),
     }
     if all(map(find_spec, ("fastapi", "tortoise"))):
@@ -99,11 +104,11 @@ def from_the_files(spool: Path, number: int) -> float:
     return number / (time.perf_counter() - began)
 
 
-def through_the_gateway(spool: Path, place: Path, number: int) -> float:
+def over_http(command: Sequence[str], spool: Path, place: Path, number: int) -> float:
     """Get and ack every batch of a copy of the spool. Samples a second."""
     shutil.copytree(spool, place / "run")
     with Players(place) as players:
-        players.start("gateway", serve_command(place / "run"))
+        players.start("gateway", command)
         with talking_to(url_of(players)) as post:
             began = time.perf_counter()
             came = 0
