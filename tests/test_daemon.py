@@ -18,6 +18,7 @@ from spoold.errors import ConfigError, SourceReplaced, SpoolHeld, SpoolLocked, S
 from spoold.model import Look
 from spoold.sources.sqlite import SqliteSource
 from spoold.spool import setup
+from spoold.spool.inventory import Inventory
 from tests.support.batches import tree
 from tests.support.daemons import Running, environments, mv, running, start
 from tests.support.other_writer import OtherWriter, other_writer
@@ -305,6 +306,20 @@ class TestHints:
             other.commit()
             self.pass_time(it, 0.3)
             assert environments(it.run) == [2, 3]
+
+    def test_a_hint_is_no_reason_to_spin_while_batches_are_looked_for(
+        self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rollouts.register(1)
+        with running(tmp_path) as it:
+            it.go()
+            monkeypatch.setattr(Inventory, "is_whole", False)
+            complete(rollouts, 1)
+            it.daemon.hint(source=True, spool=False)
+            assert it.daemon.step() > 0.0
+            monkeypatch.undo()
+            it.go(2.0)
+            assert environments(it.run) == [2]
 
     def test_whoever_has_nothing_to_do_wakes_once_a_scan(
         self, tmp_path: Path, rollouts: Rollouts

@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
@@ -224,8 +225,12 @@ def _timestamp(created_at: object) -> float:
     """Return epoch seconds; UTC where no zone is given, 0.0 where it is no time at all."""
     if isinstance(created_at, int | float):
         return float(created_at) if math.isfinite(created_at) else 0.0
-    if not isinstance(created_at, bytes):
-        return 0.0
+    return _epoch_seconds(created_at) if isinstance(created_at, bytes) else 0.0
+
+
+@lru_cache(maxsize=64)
+def _epoch_seconds(created_at: bytes) -> float:
+    # Rows that a writer flushes together have one time.
     try:
         at = datetime.fromisoformat(created_at.decode())
         return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()

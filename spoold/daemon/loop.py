@@ -228,7 +228,8 @@ class Daemon:
         return self._pause(now)
 
     def _pause(self, now: float) -> float:
-        peek_at = self._due_at if self._is_held() else self.looking.peek_at()
+        is_reading = self.inventory.is_whole and not self._is_held()
+        peek_at = self.looking.peek_at() if is_reading else self._due_at
         return max(0.0, min(self._due_at, peek_at) - now)
 
     def _step(self, now: float) -> None:

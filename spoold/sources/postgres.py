@@ -377,7 +377,6 @@ class PostgresSource:
 
     def _reconcile_slice(self, first: int, end: int, skip: BitMap64) -> tuple[Look, int]:
         """Return what is in a slice, and where the next one begins."""
-        needs_finished = self.ready_when is ReadyWhen.FINISHED
         left = end - first - skip.range_cardinality(first, end)
         if left * 4 < end - first:
             ids = array(list(BitMap64(range(first, end)) - skip))
@@ -389,20 +388,18 @@ class PostgresSource:
             )
             # Ids may go on far above: other jobs, or what was deleted.
             following = end if rows or after is None else max(end, after)
-        rows = [row for row in rows if row[0] not in skip and self._is_mine(*row[:3])]
-        ended = BitMap64()
-        if not needs_finished and (ids_with_rows := [row[0] for row in rows if row[4]]):
-            (found_ended,) = self._ask("ended_among", ids=array(ids_with_rows), job=self.job)
-            ended.update(one for (one,) in found_ended)
-        found = Found()
-        for environment, group, _, is_finished, has_rows in rows:
-            found.add(
-                environment,
-                group,
-                is_finished=bool(is_finished),
-                has_rows=bool(has_rows),
-                is_ready=bool(is_finished) if needs_finished else environment in ended,
-            )
+        own = [
+            (one, group, is_finished, has_rows)
+            for one, group, env_id, is_finished, has_rows in rows
+            if one not in skip and self._is_mine(one, group, env_id)
+        ]
+        ended: BitMap64 | None = None
+        if self.ready_when is not ReadyWhen.FINISHED:
+            ended = BitMap64()
+            if with_rows := [row[0] for row in own if row[3]]:
+                (found_ended,) = self._ask("ended_among", ids=array(with_rows), job=self.job)
+                ended.update(one for (one,) in found_ended)
+        found = Found.among(own, ended)
         assert self._reader is not None
         if tried := self._watched.tried & found.candidates:
             found.cannot_use(tried - self._reader.usable(list(tried)))

@@ -21,7 +21,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from pyroaring import BitMap64
 
@@ -41,7 +41,7 @@ from spoold.sources.sqlite_news import SLICE, News
 from spoold.sources.sqlite_open import Database, FileId, Stamp, connect, file_id
 from spoold.sources.sqlite_rows import MAX_TRANSACTION_SECONDS, RowReader
 from spoold.sources.sqlite_schema import OWNS, Schema, read_schema
-from spoold.sources.watched import Found, Watched, group_of
+from spoold.sources.watched import Found, Row, Watched, group_of
 
 __all__ = ["SqliteSource"]
 
@@ -360,33 +360,22 @@ class SqliteSource:
 
     def _reconcile_slice(self, first: int, end: int, skip: BitMap64) -> tuple[Look, int]:
         """Return what is in a slice, and where the next one begins."""
-        found = Found()
-        needs_finished = self.ready_when is ReadyWhen.FINISHED
         rows, next_first = self._registered(first, end, skip)
         rows = [row for row in rows if row[0] not in skip]
-        ended = BitMap64()
-        if not needs_finished:
+        ended: BitMap64 | None = None
+        if self.ready_when is not ReadyWhen.FINISHED:
             ended, upto = self._ended_among([row[0] for row in rows if row[3]])
             if upto is not None:
                 rows = [row for row in rows if row[0] <= upto]
                 next_first = upto + 1
-        for environment, group, is_finished, has_rows in rows:
-            found.add(
-                environment,
-                group,
-                is_finished=bool(is_finished),
-                has_rows=bool(has_rows),
-                is_ready=bool(is_finished) if needs_finished else environment in ended,
-            )
+        found = Found.among(rows, ended)
         assert self._reader is not None
         tried = self._watched.tried & found.candidates
         found.cannot_use(BitMap64([one for one in tried if not self._reader.is_usable(one)]))
         gone = self._watched.reconciled(first, next_first, found, skip)
         return found.look(gone=gone), next_first
 
-    def _registered(
-        self, first: int, end: int, skip: BitMap64
-    ) -> tuple[list[tuple[Any, ...]], int]:
+    def _registered(self, first: int, end: int, skip: BitMap64) -> tuple[list[Row], int]:
         """Return the environments of a slice that have rows or are finished, and its end."""
         left = end - first - skip.range_cardinality(first, end)
         with self._transaction() as (connection, schema):

@@ -9,18 +9,22 @@ missing  finished, without a usable row, and reported as such
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 from pyroaring import BitMap64
 
 from spoold.model import Candidate, Look
 
-__all__ = ["Found", "Watched", "group_of"]
+__all__ = ["Found", "Row", "Watched", "group_of"]
 
 _QUIET_SECONDS: Final = 600.0
 _MANY: Final = 256
+
+
+Row: TypeAlias = tuple[int, object, object, object]
+"""An environment that is finished or has step rows: id, group id, whether each of these is so."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,21 +42,19 @@ class Found:
     finished: BitMap64 = field(default_factory=BitMap64)
     groups: dict[int, object] = field(default_factory=dict)
 
-    def add(
-        self, environment: int, group: object, *, is_finished: bool, has_rows: bool, is_ready: bool
-    ) -> None:
-        """Take in one; `is_ready`: if it has rows, it passes the gate."""
-        self.groups[environment] = group
-        if is_finished:
-            self.finished.add(environment)
-        if not has_rows:
-            self.missing.add(environment)
-        elif is_ready:
-            self.candidates.add(environment)
-        else:
-            self.running.add(environment)
-            if is_finished:
-                self.missing.add(environment)
+    @classmethod
+    def among(cls, rows: Sequence[Row], ended: BitMap64 | None) -> Found:
+        """Sort rows; those `ended` pass the gate if they have rows, None: those that finished."""
+        finished = BitMap64([row[0] for row in rows if row[2]])
+        with_rows = BitMap64([row[0] for row in rows if row[3]])
+        candidates = with_rows & (finished if ended is None else ended)
+        return cls(
+            candidates=candidates,
+            running=with_rows - candidates,
+            missing=finished - candidates,
+            finished=finished,
+            groups={row[0]: row[1] for row in rows},
+        )
 
     def cannot_use(self, ids: BitMap64) -> None:
         """Note of candidates that they still have no usable row."""
