@@ -102,8 +102,8 @@ class Look:
     ids are lower than they were, so the rows are not those of the last look: verify, reconcile.
     `members`: environments in `skip` with their groups, where groups are asked for. `registered`:
     all members of the groups in `asked`, deleted ones aside. `reached`: up to which id of `highest`
-    a reconcile has come; 0 where it does not tell. `more`: only those were asked that were likely
-    to be candidates, and others may have become some; a look for them is due soon.
+    a reconcile has come; 0 where it does not tell. `more_after`: only those were asked that were
+    likely to be candidates; a look for the others is due so many seconds later. None: all were.
     """
 
     candidates: tuple[Candidate, ...] = ()
@@ -116,7 +116,7 @@ class Look:
     registered: tuple[Candidate, ...] = ()
     reached: int = 0
     highest: int = 0
-    more: bool = False
+    more_after: float | None = None
 
 
 class StepRow(NamedTuple):

@@ -17,6 +17,7 @@ from spoold import fs
 from spoold.errors import ConfigError, SourceReplaced, SpoolHeld, SpoolLocked, SpoolWriteError
 from spoold.model import Look
 from spoold.sources.sqlite import SqliteSource
+from spoold.sources.sqlite_open import Database
 from spoold.spool import setup
 from spoold.spool.inventory import Inventory
 from tests.support.batches import tree
@@ -204,43 +205,53 @@ class TestHints:
             self.pass_time(it, 0.25)
             assert environments(it.run) == [2]
 
-    def test_a_hint_that_comes_to_nothing_costs_two_reads_of_data_version_and_no_look(
-        self, tmp_path: Path, rollouts: Rollouts
+    def test_a_hint_that_comes_to_nothing_asks_the_database_nothing(
+        self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         rollouts.register(1)
         with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
             it.go()
             self.pass_time(it, 5.0)
-            statements = self.traced(it)
+            statements, peeks = self.watched(it, monkeypatch)
             it.daemon.hint(source=True, spool=False)
             self.pass_time(it, 5.0)
-            assert statements == ["PRAGMA data_version"] * 2
+            assert statements == []
+            assert len(peeks) == 2
 
     def test_a_writer_that_does_not_commit_is_waited_for_a_quarter_second_only(
-        self, tmp_path: Path, other: OtherWriter
+        self, tmp_path: Path, other: OtherWriter, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
             it.go()
             self.pass_time(it, 5.0)
-            statements = self.traced(it)
+            statements, peeks = self.watched(it, monkeypatch)
             other.write()
             it.daemon.hint(source=True, spool=False)
             self.pass_time(it, 0.3)
-            assert set(statements) == {"PRAGMA data_version"}
-            assert 10 < len(statements) < 20
-            statements.clear()
+            assert 10 < len(peeks) < 20
+            peeks.clear()
             self.pass_time(it, 5.0)
-            assert statements == []
+            assert peeks == statements == []
 
     @staticmethod
-    def traced(it: Running) -> list[str]:
+    def watched(it: Running, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
+        """Collect what the database is asked from here on, and the numbers of commits seen."""
         source = it.daemon.looking.source
         assert isinstance(source, SqliteSource)
         assert source._database is not None
         assert source._database._connection is not None
         statements: list[str] = []
         source._database._connection.set_trace_callback(statements.append)
-        return statements
+        commits, peeks = Database.commits, list[int]()
+
+        def seen(database: Database) -> int | None:
+            number = commits(database)
+            assert number is not None
+            peeks.append(number)
+            return number
+
+        monkeypatch.setattr(Database, "commits", seen)
+        return statements, peeks
 
     def test_nobody_wakes_up_again_after_the_commit_that_was_hinted_at(
         self, tmp_path: Path, other: OtherWriter
@@ -276,6 +287,27 @@ class TestHints:
             complete(rollouts, 1)
             self.pass_time(it, 0.3)
             assert environments(it.run) == [101, 3, 102]
+
+    def test_who_is_finished_along_with_rows_of_others_waits_two_seconds_at_most(
+        self, tmp_path: Path, rollouts: Rollouts
+    ) -> None:
+        with rollouts.together():
+            for environment in rollouts.register(100):
+                rollouts.end(environment)
+        with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
+            it.go()
+            self.pass_time(it, 5.0)
+            rollouts.step(7)
+            it.daemon.hint(source=True, spool=False)
+            self.pass_time(it, 5.0)
+            with rollouts.together():  # as no writer does it
+                rollouts.step(7)
+                rollouts.finish(3)
+            it.daemon.hint(source=True, spool=False)
+            self.pass_time(it, 1.9)
+            assert environments(it.run) == []
+            self.pass_time(it, 0.2)
+            assert environments(it.run) == [3]
 
     def test_a_look_that_found_one_commit_does_not_use_up_the_hint_of_the_next(
         self, tmp_path: Path, rollouts: Rollouts, other: OtherWriter

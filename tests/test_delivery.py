@@ -8,6 +8,7 @@ import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyroaring import BitMap64
@@ -828,6 +829,58 @@ def test_groups_written_anew_before_a_look_are_others(tmp_path: Path, rollouts: 
         it.daemon.hint(source=True, spool=False)
         it.go(10.0)
         assert environments(it.run, "pending") == anew
+        assert notes(it.run.root) == []
+
+
+def rewritten(rollouts: Rollouts, old: list[int], *, group: str) -> list[int]:
+    """Delete environments with their rows, and complete as many new ones of the same group."""
+    with rollouts.together():
+        for one in old:
+            session = rollouts.env_id(one)
+            rollouts.db.execute("DELETE FROM session_steps WHERE session_id = ?", (session,))
+            rollouts.db.execute("DELETE FROM job_environments WHERE id = ?", (one,))
+    return complete(rollouts, len(old), group=group)
+
+
+def test_groups_written_anew_while_another_is_read_are_others(
+    tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = complete(rollouts, 2, group="a")
+    with running(tmp_path, group_size=2, rescan_seconds=1000) as it:
+        it.go()
+        it.go(10.0)
+        new: list[int] = []
+        collect = it.daemon.delivery._collect
+
+        def meanwhile(*facts: Any) -> Any:
+            collected = collect(*facts)
+            monkeypatch.undo()
+            new.extend(rewritten(rollouts, old, group="a"))
+            return collected
+
+        monkeypatch.setattr(it.daemon.delivery, "_collect", meanwhile)
+        other = complete(rollouts, 2, group="b")
+        it.go(2.0)
+        it.go(2.0)
+        it.go(2.0)
+        assert environments(it.run, "pending") == [*old, *other, *new]
+        assert notes(it.run.root) == []
+
+
+def test_groups_written_anew_while_the_source_was_closed_are_others(
+    tmp_path: Path, rollouts: Rollouts
+) -> None:
+    old = complete(rollouts, 2, group="a")
+    with running(tmp_path, group_size=2, rescan_seconds=60) as it:
+        it.go()
+        it.go(10.0)
+        rollouts.db.execute("DELETE FROM session_steps")
+        rollouts.db.execute("DELETE FROM job_environments")
+        it.go(61.0)
+        assert "source-unavailable" in it.reasons
+        new = complete(rollouts, 2, group="a")
+        it.go(20.0)
+        assert environments(it.run, "pending") == [*old, *new]
         assert notes(it.run.root) == []
 
 

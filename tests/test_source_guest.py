@@ -106,6 +106,20 @@ def test_root_is_a_guest_too(folder: Path) -> None:
     assert os.listdir(folder) == ["rollouts.db"]
 
 
+def test_a_guest_who_may_not_read_the_wal_is_told_so(folder: Path) -> None:
+    make(folder)
+    rollouts = open_rollouts(folder / "rollouts.db")
+    rollouts.complete(*rollouts.register())
+    os.chmod(folder / "rollouts.db-wal", 0o600)
+
+    def act() -> None:
+        with pytest.raises(SourceUnavailable, match="cannot read"):
+            read_all(folder)
+
+    run_as(GUEST, act)
+    rollouts.close()
+
+
 def test_a_guest_reads_beside_a_writer_and_leaves_its_files_alone(folder: Path) -> None:
     make(folder)
     os.chmod(folder / "rollouts.db", 0o666)

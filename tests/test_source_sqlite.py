@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sqlite3
@@ -312,12 +313,12 @@ def test_whoever_got_the_newest_rows_is_asked_first_and_all_others_in_the_next_l
     source = looked_at(path, rollouts, ids[7])
     rollouts.finish(ids[7], ids[3])
     first = source.look(NOTHING)
-    assert (ids_of(first), first.more) == ([ids[7]], True)
+    assert (ids_of(first), first.more_after) == ([ids[7]], 0.01)
     assert (source.committed(), source.changed()) == (False, True)
     rollouts.complete(ids[8])
     assert source.committed()
     then = source.look(NOTHING)
-    assert (ids_of(then), then.more) == ([ids[3], ids[8]], False)
+    assert (ids_of(then), then.more_after) == ([ids[3], ids[8]], None)
     assert (source.committed(), source.changed()) == (False, False)
 
 
@@ -328,7 +329,7 @@ def test_one_commit_with_rows_is_no_reason_to_ask_all_others(
     with rollouts.together():  # both at once, as no writer does it
         rollouts.step(hundred[7])
         rollouts.finish(hundred[3])
-    assert source.look(NOTHING) == Look()
+    assert source.look(NOTHING) == Look(more_after=2.0)
     # They are asked when there is nothing else to do.
     assert (source.committed(), source.changed()) == (False, True)
     assert ids_of(source.look(NOTHING)) == [hundred[3]]
@@ -342,8 +343,29 @@ def test_one_commit_that_finishes_who_was_likely_is_no_reason_to_ask_all_others(
     with rollouts.together():
         rollouts.finish(hundred[7], hundred[3])
     look = source.look(NOTHING)
-    assert (ids_of(look), look.more) == ([hundred[7]], False)
+    assert (ids_of(look), look.more_after) == ([hundred[7]], 2.0)
     assert ids_of(source.look(NOTHING)) == [hundred[3]]
+
+
+def test_a_commit_that_finishes_two_of_the_likely_may_have_finished_others(
+    rollouts: Rollouts, path: Path, hundred: list[int]
+) -> None:
+    source = looked_at(path, rollouts, hundred[7])
+    rollouts.step(hundred[8])
+    source.look(NOTHING)
+    with rollouts.together():
+        rollouts.finish(hundred[7], hundred[8], hundred[3])
+    assert source.look(NOTHING).more_after == 0.01
+
+
+def test_a_commit_with_rows_of_one_that_is_finished_by_it_may_have_finished_others(
+    rollouts: Rollouts, path: Path, hundred: list[int]
+) -> None:
+    source = looked_at(path, rollouts, hundred[7])
+    with rollouts.together():
+        rollouts.complete(hundred[7])
+        rollouts.finish(hundred[3])
+    assert source.look(NOTHING).more_after == 0.01
 
 
 def test_with_two_commits_the_rows_may_be_of_one_and_the_end_of_another(
@@ -368,15 +390,31 @@ def test_however_many_commits_explain_themselves_all_others_are_asked_after_two_
 ) -> None:
     clock = Clock()
     source = looked_at(path, rollouts, hundred[7], clock)
-    found = []
-    for turn in range(25):
+    looks = []
+    for turn in range(10):
         with rollouts.together():
             rollouts.step(hundred[7])
             if not turn:
                 rollouts.finish(hundred[3])
-        found.append(ids_of(source.look(NOTHING)))
-        clock.now += 0.1
-    assert found == [[]] * 20 + [[hundred[3]]] + [[]] * 4
+        looks.append(source.look(NOTHING))
+        clock.now += 0.25
+    assert [ids_of(look) for look in looks] == [[]] * 8 + [[hundred[3]]] + [[]]
+    after = [2.0, 1.75, 1.5, 1.25, 1.0, 0.75, 0.5, 0.25, None, 2.0]
+    assert [look.more_after for look in looks] == after
+
+
+def test_a_reader_that_is_told_of_changes_that_were_none_does_not_believe_it(
+    rollouts: Rollouts, path: Path, hundred: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a guest is whose -shm nobody warrants: to it every transaction is a change."""
+    source = looked_at(path, rollouts, hundred[7])
+    source.look(NOTHING)
+    versions = itertools.count(1_000)
+    monkeypatch.setattr(Database, "version", lambda _: next(versions))
+    source.look(NOTHING)
+    assert not source.committed()
+    rollouts.finish(hundred[3])
+    assert source.committed()
 
 
 def test_a_commit_that_comes_while_a_look_begins_may_be_any(

@@ -29,9 +29,6 @@ Watch: TypeAlias = Callable[[int, int], None]
 """Hears how many environments of how many the first look has come to; as many as there are: all."""
 
 ADVICE: Final = ("open-transaction", "missing-index")
-# Where a look asked only the likely ones, the others are asked so much later, if not by the look
-# for the next commit, which mostly comes while the batch is written.
-MORE_SECONDS: Final = 0.01
 
 
 class Looking:
@@ -68,7 +65,7 @@ class Looking:
         # What the source said, and nobody was told yet: that nothing holds of what was found.
         self._starts_over = False
         # Rows of delivered environments that were deleted, as far as was noticed.
-        self._gone = BitMap64()
+        self._gone: BitMap64 | None = None
         # Until it is known which groups are closed nothing else is looked at.
         self._learning_groups = False
         # Whether a reconcile came to its end since the source was opened.
@@ -142,7 +139,9 @@ class Looking:
         self.is_open = True
         shard = str(self.settings.shard)
         setup.tie(self.run, job=self.source.job, url=self.source.url, shard=shard)
-        self._gone = self.source.verify(inventory.remembered(), inventory.highest_environment)
+        gone = self.source.verify(inventory.remembered(), inventory.highest_environment)
+        is_news = self._gone is not None and bool(gone - self._gone)
+        self._gone = gone
         fields = {
             "url": self.source.url,
             "job": self.source.job,
@@ -153,6 +152,7 @@ class Looking:
         level = logging.DEBUG if self._backoff.tries else logging.INFO
         log.log(level, "source open", extra={"fields": fields})
         self._begin(inventory, now, with_groups=True)
+        inventory.undelivered = is_news  # what is planned for their groups is to be forgotten first
 
     def close(self) -> None:
         """Close the source; it is opened again when it is needed."""
@@ -164,6 +164,7 @@ class Looking:
     def start_over(self) -> None:
         """Forget all that was found: the source is not the one it was."""
         self.close()
+        self._gone = None
         self.source = self._new_source()
 
     def failed(self, error: SourceUnavailable, now: float) -> None:
@@ -186,14 +187,15 @@ class Looking:
         `went_back` comes alone and first: nothing holds then of what was found before.
         Raises SourceUnavailable, and SourceReplaced when the rows are not those of before.
         """
+        if self.is_open and self.source.moved():
+            log.warning("source file replaced", extra={"fields": {"url": self.source.url}})
+            self.close()
         if not self.is_open:
             if now < self._backoff.until:
                 return
             self.open(inventory, now)
-        elif self.source.moved():
-            log.warning("source file replaced", extra={"fields": {"url": self.source.url}})
-            self.close()
-            self.open(inventory, now)
+            if inventory.undelivered:
+                return
         if self._starts_over:
             self._starts_over = False
             yield Look(went_back=True)
@@ -220,7 +222,7 @@ class Looking:
             self._reconcile = None
         look = self.source.look(inventory.skip)
         yield look
-        if look.more:
+        if look.more_after is not None:
             yield self.source.look(inventory.skip)
 
     def _look(self, inventory: Inventory, now: float) -> Iterator[Look]:
@@ -232,16 +234,14 @@ class Looking:
             self.durations.add(time.monotonic() - began)
             # RACE: after the look, so that what it has seen is what is verified. Where it is not
             # taken in, a reconcile comes.
-            found = look.candidates or look.late or look.missing or look.went_back
-            if found and not self.source.is_verified():
-                self._verify(inventory.latest(), inventory)
+            self._verify(inventory.latest(), inventory)
             if inventory.undelivered and not look.went_back:
                 return
             self._peeks = iter(self.source.peek_seconds)
             self._peek_at = now
             self._pass_on_advice(now)
-            if look.more:
-                pause = MORE_SECONDS
+            if look.more_after is not None:
+                pause = min(pause, look.more_after)
             if look.went_back:
                 log.warning("source went back", extra={"fields": {"url": self.source.url}})
                 self._verify(inventory.remembered(), inventory)
@@ -301,10 +301,11 @@ class Looking:
             self._conditions.begin("first-look", detail, now=now)
 
     def _verify(self, remembered: Mapping[int, str], inventory: Inventory) -> None:
-        gone = self.source.verify(remembered, inventory.highest_environment) - self._gone
+        known = self._gone or BitMap64()
+        gone = self.source.verify(remembered, inventory.highest_environment) - known
         if gone:
             # The rows of a job were deleted, and may be written anew: its groups are new ones then.
-            self._gone |= gone
+            self._gone = known | gone
             inventory.undelivered = True
 
     def _begin(self, inventory: Inventory, now: float, *, with_groups: bool) -> None:

@@ -52,7 +52,7 @@ log = logging.getLogger("spoold.daemon")
 UNSETTLED_SECONDS: Final = 0.06
 TOGETHER: Final = 0.25  # of a scan
 HOLD_CODES: Final = (
-    *("unreadable", "bad-rows", "backpressure"),
+    *("unreadable", "batches-move", "bad-rows", "backpressure"),
     *("disk-space", "read-only", "write-failed"),
 )
 
@@ -228,13 +228,13 @@ class Daemon:
         return self._pause(now)
 
     def _pause(self, now: float) -> float:
-        is_reading = self.inventory.is_whole and not self._is_held()
-        peek_at = self.looking.peek_at() if is_reading else self._due_at
+        peek_at = self._due_at if self._is_held() else self.looking.peek_at()
         return max(0.0, min(self._due_at, peek_at) - now)
 
     def _step(self, now: float) -> None:
-        # What is due soon is done along: whoever has nothing to do wakes once a scan.
-        soon = now + TOGETHER * self.settings.scan_seconds
+        soon = now
+        if now >= min(self._refresh_at, self.looking.due_at()):
+            soon += TOGETHER * self.settings.scan_seconds  # done along: one wake-up a scan
         if soon >= self._refresh_at or self._is_unsettled():
             self._refresh(now)
         if self.inventory.undelivered:

@@ -107,8 +107,7 @@ class Source(Protocol):
         """Look at what is new. Costs as much as there are new step rows and running environments.
 
         A candidate is offered once; again only when new step rows of it come, or by a reconcile.
-        Where `more` is set it was not complete, and the next one is. Where nothing speaks for more
-        than it found, it may leave the rest to one that comes two seconds later.
+        Where `more_after` is set it was not complete: one that comes then is.
         """
 
     def reconcile(self, skip: BitMap64) -> Iterator[Look]:

@@ -48,7 +48,9 @@ __all__ = ["SqliteSource"]
 
 _FEW: Final = 256
 _SLICE_SECONDS: Final = 1.0
-# Whoever was not asked, because nothing spoke for it, is asked so much later.
+# Where a look asked only the likely ones, the others are asked so much later, if not by the look
+# for the next commit, which mostly comes while the batch is written. Nothing spoke for them: later.
+_MORE_SECONDS: Final = 0.01
 _UNASKED_SECONDS: Final = 2.0
 _TABLES_TRIES: Final = 10
 _TABLES_PAUSE_SECONDS: Final = 0.05
@@ -268,6 +270,10 @@ class SqliteSource:
         try:
             if database.immutable:
                 return database.stamp() != self._looked
+            # Their number first. To ask for the version a reader may have to take the writer's lock
+            # for a moment; and to a guest whose -shm nobody warrants it is always another one.
+            if self._commits is not None:
+                return database.commits() != self._commits
             return database.version() != self._looked.version
         except SourceUnavailable:
             return True  # the look that follows says why
@@ -309,16 +315,23 @@ class SqliteSource:
         self._looked, self._commits = stamp, commits
         if not news.more:
             self._seen = stamp
-            self._unasked_since = None
-        elif self._unasked_since is None:
-            self._unasked_since = now
-        self._asks_everyone = news.more and not news.is_explained
         return Look(
             candidates=tuple(news.candidates),
             late=tuple(news.late),
             missing=self._watched.tell(),
-            more=self._asks_everyone,
+            more_after=self._more_after(news, now),
         )
+
+    def _more_after(self, news: News, now: float) -> float | None:
+        self._asks_everyone = news.more and not news.is_explained
+        if not news.more:
+            self._unasked_since = None
+            return None
+        if self._asks_everyone:
+            return _MORE_SECONDS
+        if self._unasked_since is None:
+            self._unasked_since = now
+        return max(0.0, self._unasked_since + _UNASKED_SECONDS - now)
 
     def _news(self, commits: int | None, skip: BitMap64, now: float) -> News:
         number = None if commits is None or self._commits is None else commits - self._commits

@@ -28,8 +28,8 @@ class News:
     when nothing is left to read; before that only `watched` knows more than it did, and nothing
     wrong. `more` where not all that run were asked: a later look has to ask `everyone`.
 
-    `is_one_commit`: that is all that came since the last look. A writer writes rows or marks an
-    environment as finished, not both at once: where rows were found, or a candidate, that was it
+    `is_one_commit`: that is all that came since the last look. A writer writes rows, or marks one
+    environment as finished, and not both at once: where either was found that was it
     (`is_explained`), and to ask all others is no haste.
     """
 
@@ -79,8 +79,8 @@ class News:
             if likely and not self._everyone and len(running) > _TIMES_MORE * len(likely):
                 # Their batch need not wait for all others to be asked.
                 self._ask(connection, schema, list(likely))
-                is_found = bool(self.candidates or self._touched)
-                self.is_explained = self._is_one_commit and is_found
+                found = len(self.candidates) + bool(self._touched)
+                self.is_explained = self._is_one_commit and found == 1
                 if self.candidates or self.is_explained:
                     self.more = self.is_ended = True
                     return

@@ -49,7 +49,7 @@ _SHARED_SIZE: Final = 510
 _WAL_FORMAT: Final = b"\2\2"
 # Where those who write hold theirs in the -shm, until what they wrote is visible (os_unix.c:
 # UNIX_SHM_BASE; wal.c: WAL_WRITE_LOCK). As a struct flock: type, whence, start, length, process.
-_WRITE_LOCK: Final = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 120, 1, 0)
+_WRITE_LOCK: Final = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 120, 1, 0)
 _NO_LOCK: Final = struct.pack("h", fcntl.F_UNLCK)
 # Where the -shm counts commits (wal.c: WalIndexHdr.iChange), in four bytes.
 _COMMITS_AT: Final = 8
@@ -140,9 +140,8 @@ def _connect_as_guest(path: str) -> Database:
                 "lock its writer out",
                 hint="start the writer, or run spoold as the owner of the file",
             )
-        database = Database(path, guard=guard)
-        guard = -1
-        return database
+        handed_over, guard = guard, -1  # it closes it, too, where it cannot be made
+        return Database(path, guard=handed_over)
     finally:
         # Closing a file drops all locks that this process has on it; the connection has none yet.
         if guard >= 0:
