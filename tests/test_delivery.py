@@ -783,6 +783,20 @@ def test_a_member_with_nothing_to_deliver_is_not_counted_in_a_group_that_waits(
         assert notes(it.run.root) == []
 
 
+def test_who_is_deleted_while_its_row_is_missing_gets_no_note(
+    tmp_path: Path, rollouts: Rollouts
+) -> None:
+    gone, there = rollouts.register(2, group="")
+    for one in (gone, there):
+        rollouts.finish(one)
+    with running(tmp_path, missing_row_seconds=100, rescan_seconds=1000) as it:
+        it.go()
+        it.go(99.0)
+        rollouts.delete(gone)
+        it.go(2.0)
+        assert notes(it.run.root) == [f"env-{there}.missing-row.json"]
+
+
 def test_what_cannot_be_delivered_is_not_late(tmp_path: Path, rollouts: Rollouts) -> None:
     complete(rollouts, 2, group="a")
     (empty,) = rollouts.register(1, group="a")

@@ -22,8 +22,11 @@ def give_up_missing_rows(delivery: Delivery, source: Source, overdue: Overdue, n
     """Note what is finished and has had no usable row for `missing_row_seconds`."""
     due = overdue.due(now)
     overdue.drop(due)
-    # One whose row turned up in between waits for its group, or for its reward.
-    for environment in BitMap64(due) & delivery.missing_rows(source):
+    # One whose row turned up in between waits for its group, or for its reward. Who was deleted in
+    # between is only known when it is read.
+    waited_for = BitMap64(due) & delivery.missing_rows(source)
+    without = BitMap64([one for one, rows in source.read(list(waited_for)) if not rows])
+    for environment in without & delivery.missing_rows(source):
         what = f"finished, and no usable row in {delivery.settings.missing_row_seconds:g} s"
         delivery.note(_note(environment, MISSING_ROW, what), source.job, now)
 

@@ -141,10 +141,12 @@ class Watched:
             self.offered |= new
 
     def was_unusable(self, environment: int, is_missing: bool) -> None:
-        """Note that no usable row was there; `is_missing`: though it is finished."""
+        """Note that no usable row was there; `is_missing`: though it is there, and finished."""
         if environment in self.offered:
             self.tried.add(environment)
-        if is_missing and environment not in self.missing:
+        if not is_missing:
+            _remove(BitMap64([environment]), self.missing, self._untold)
+        elif environment not in self.missing:
             self.missing.add(environment)
             self._untold.add(environment)
 

@@ -55,8 +55,6 @@ class Judge:
         self.here: dict[int, tuple[str, str]] = {}
         self.given = 0
         self.missing_since: dict[str, float] = {}
-        # From when to when, of those that are not missing any more.
-        self.were_missing: dict[str, tuple[float, float]] = {}
         self.right: dict[str, list[Answer]] = {}
         self.registered: list[set[str]] = []
         self.were_closed: set[str] = set()
@@ -68,12 +66,7 @@ class Judge:
     def hear(self, database: sqlite3.Connection, at: float) -> None:
         """Take in what the database is after a commit."""
         self.now = answers(database, job=JOB, **self.rules)
-        missing = {answer.env_id for answer in self.now.values() if answer.missing}
-        self.were_missing |= {
-            env_id: (since, at)
-            for env_id, since in self.missing_since.items()
-            if env_id not in missing
-        }
+        missing = [answer.env_id for answer in self.now.values() if answer.missing]
         self.missing_since = {env_id: self.missing_since.get(env_id, at) for env_id in missing}
         rows = database.execute("SELECT id, env_id, coalesce(group_id, '') FROM job_environments")
         self.here = {one: (env_id, group) for one, env_id, group in rows}
@@ -119,11 +112,6 @@ class Judge:
             since = self.missing_since.get(note.env_id, 0.0)
             fine = it.clock.now - since >= MISSING_ROW_SECONDS
             fine = fine and any(answer.missing for answer in right)
-            if note.environment not in self.now and note.env_id in self.were_missing:
-                # Deleted: only a reconcile tells.
-                since, until = self.were_missing[note.env_id]
-                fine = it.clock.now - until <= it.daemon.settings.rescan_seconds + 2.0
-                fine = fine and it.clock.now - since >= MISSING_ROW_SECONDS
         elif note.reason == "late":
             closed = self.were_closed | self.closed(it)
             fine = any(answer.group in closed for answer in complete)
