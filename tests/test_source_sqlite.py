@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyroaring import BitMap64
 
 from spoold.errors import ConfigError, SourceSchemaError, SourceUnavailable
 from spoold.model import Look, ReadyWhen, Samples
-from spoold.sources import open_source, sqlite, sqlite_open, sqlite_rows
+from spoold.sources import open_source, sqlite, sqlite_rows
 from spoold.sources.sqlite import SqliteSource
 from spoold.sources.sqlite_open import Database
 from tests.support.other_writer import other_writer
@@ -532,33 +534,88 @@ def test_another_file_at_the_path_is_seen_and_opened_anew(path: Path, tmp_path: 
     assert ids_of(reconciled(source)) == [2]
 
 
-def test_after_it_was_away_a_database_comes_with_a_wal_of_its_own(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+def inode_of_wal(path: Path) -> int:
+    return os.stat(f"{path}-wal").st_ino
+
+
+def test_a_wal_is_not_taken_for_a_deleted_one_whose_inode_was_free_again(
+    path: Path, tmp_path: Path
 ) -> None:
     old = made(path)
     old.complete(*old.register())
     source = opened(path)
-    inode = source._wal
-    assert inode is not None
+    inode = inode_of_wal(path)
     source.close()
-    old.close()
-    for suffix in ("", "-wal", "-shm"):
-        if os.path.exists(f"{path}{suffix}"):
-            os.rename(f"{path}{suffix}", f"{path}-old{suffix}")
+    new = made(tmp_path / "new.db")
+    new.register(2)
+    new.close()
+    old.close()  # and with it its -wal
+    path.rename(f"{path}-old")
+    os.rename(tmp_path / "new.db", path)
+    OPEN.append(new := open_rollouts(path))
+    new.complete(2)
+    assert inode_of_wal(path) != inode
+    assert source.open()
+    assert ids_of(reconciled(source)) == [2]
+
+
+def test_a_database_that_was_away_is_known_again(path: Path) -> None:
+    rollouts = made(path)
+    (one,) = rollouts.register()
+    source = opened(path)
+    files = list(path.parent.glob(f"{path.name}*"))
+    for file in files:
+        file.rename(f"{file}.away")
+    assert source.moved()
+    source.close()
     with pytest.raises(SourceUnavailable, match="no database"):
         source.open()
-    of_file = sqlite_open.file_id
+    for file in files:
+        os.rename(f"{file}.away", file)
+    assert not source.open()
+    rollouts.complete(one)
+    assert ids_of(source.look(NOTHING)) == [one]
 
-    def used_again(name: str) -> object:
-        return inode if name.endswith("-wal") and os.path.exists(name) else of_file(name)
 
-    monkeypatch.setattr(sqlite_open, "file_id", used_again)
-    monkeypatch.setattr(sqlite, "file_id", used_again)
-    new = made(path)
+def test_no_deleted_database_takes_room_on_the_disk_once_that_was_seen(path: Path) -> None:
+    rollouts = made(path)
+    rollouts.register()
+    source = opened(path)
+    for file in path.parent.glob(f"{path.name}*"):
+        file.unlink()
+    rollouts.close()
+    source.close()
+    with pytest.raises(SourceUnavailable, match="no database"):
+        source.open()
+    held = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            held.append(os.readlink(fd))
+    assert [name for name in held if name.startswith(str(path))] == []
+
+
+def test_a_database_that_is_replaced_while_it_is_opened_is_opened_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(path).register()
+    new = made(Path(f"{path}-new"))
     new.register(2)
     new.complete(2)
-    source.open()
-    assert ids_of(reconciled(source)) == [2]
+    new.close()
+    connect = sqlite3.connect
+
+    def replaced(*args: Any, **options: Any) -> sqlite3.Connection:
+        monkeypatch.setattr(sqlite3, "connect", connect)
+        connection = connect(*args, **options)
+        os.replace(f"{path}-new", path)
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", replaced)
+    with pytest.raises(SourceUnavailable, match="was replaced while it was opened"):
+        opened(path)
+    for suffix in ("-wal", "-shm"):
+        os.unlink(f"{path}{suffix}")
+    assert ids_of(reconciled(opened(path))) == [2]
 
 
 def test_a_copy_opened_for_the_first_time_needs_no_sidecars(path: Path, tmp_path: Path) -> None:

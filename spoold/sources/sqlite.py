@@ -38,7 +38,7 @@ from spoold.sources.sqlite_facts import (
     job_of,
 )
 from spoold.sources.sqlite_news import SLICE, News
-from spoold.sources.sqlite_open import Database, FileId, Stamp, connect, file_id
+from spoold.sources.sqlite_open import Database, Held, Stamp, connect
 from spoold.sources.sqlite_rows import MAX_TRANSACTION_SECONDS, RowReader
 from spoold.sources.sqlite_schema import OWNS, Schema, read_schema
 from spoold.sources.watched import Found, Row, Watched, group_of
@@ -83,9 +83,9 @@ class SqliteSource:
         self.job = job or ""
         self.ready_when = ready_when
         self._database: Database | None = None
-        self._file: FileId | None = None
-        self._wal: FileId | None = None
-        self._stale_wal: FileId | None = None
+        # Of the last connection: known again when it was away, and told from what comes instead.
+        self._file: Held | None = None
+        self._wal: Held | None = None
         self._schema: Schema | None = None
         self._reader: RowReader | None = None
         self._heights: Heights | None = None
@@ -151,35 +151,29 @@ class SqliteSource:
             self._database = None
 
     def _connect(self, *, may_be_new: bool) -> bool:
-        file = file_id(self._path)
-        is_new = file != self._file
-        if is_new and self._file is not None:
-            if not may_be_new:
-                raise SourceUnavailable(
-                    f"{self._path} is another file now", hint="spoold opens it anew"
-                )
-            # While the -wal of the old file lies there, and until another one was seen.
-            if file is not None:
-                self._stale_wal = self._stale_wal or self._wal
-            elif file_id(self._path + "-wal") != self._wal:
-                self._wal = None  # gone as well: its inode may be that of another one soon
-        else:
-            self._stale_wal = None  # it was away, and is back with what is its own
+        moved = self.moved()
+        if moved and not may_be_new:
+            raise self._another_file()
         try:
-            database = connect(self._path, stale_wal=self._stale_wal)
+            database = connect(self._path, stale_wal=self._wal if moved else None)
             try:
-                starts_over = self._take(database, is_new=is_new)
+                starts_over = self._take(database, is_new=moved or self._file is None)
             except BaseException:
                 database.close()
                 raise
         except SourceSchemaError as error:
             raise self._changed_schema(error) from error
         self._database = database
-        self._file, self._wal, self._stale_wal = database.id, database.wal_id, None
+        self._file, self._wal = database.file, database.wal
         self._looked = self._seen = self._verified = self._commits = None
         return starts_over
 
+    def _another_file(self) -> SourceUnavailable:
+        return SourceUnavailable(f"{self._path} is another file now", hint="spoold opens it anew")
+
     def _take(self, database: Database, *, is_new: bool) -> bool:
+        if not is_new and self.moved():
+            raise self._another_file()
         if not self._share.is_whole:
             database.define(OWNS, lambda *facts: self._share.owns(*facts))
         schema = self._read_schema(database)
@@ -284,7 +278,7 @@ class SqliteSource:
 
     def moved(self) -> bool:
         """Whether the path names another file than the one that is open, or none."""
-        return self._file is not None and file_id(self._path) != self._file
+        return self._file is not None and not self._file.is_at(self._path)
 
     def look(self, skip: BitMap64) -> Look:
         """Look at new step rows, and at the environments that are running."""

@@ -22,16 +22,47 @@ import sqlite3
 import stat
 import struct
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 from urllib.parse import quote
 
 from spoold.errors import SourceSchemaError, SourceUnavailable
 
-__all__ = ["Database", "FileId", "Stamp", "connect", "file_id"]
+__all__ = ["Database", "Held", "Stamp", "connect"]
 
-FileId = tuple[int, int]
 Facts = tuple[int, int, int, int]
+
+
+class Held:
+    """A file that is told from every other one: no new file gets its inode while this holds it.
+
+    Opened with O_PATH: nothing is read, and closing it drops no lock that this process has on it.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Hold what lies at a path. Raises OSError."""
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        self._let_go = weakref.finalize(self, os.close, fd)
+        self._fd = fd
+        self._facts = os.fstat(fd)
+
+    def is_at(self, path: str) -> bool:
+        """Whether it lies at this path. Raises SourceUnavailable."""
+        if not self._let_go.alive:
+            return False
+        facts = _stat(path)
+        if facts is not None and os.path.samestat(facts, self._facts):
+            return True
+        if self._is_deleted():
+            self._let_go()  # it comes back nowhere, and is to take no room on the disk
+        return False
+
+    def _is_deleted(self) -> bool:
+        try:
+            return os.fstat(self._fd).st_nlink == 0
+        except OSError:  # a file system in the network forgot it
+            return True
 
 
 class Stamp(NamedTuple):
@@ -91,7 +122,7 @@ _NO_SHARED_MEMORY: Final = frozenset(
 )
 
 
-def connect(path: str, *, stale_wal: FileId | None = None) -> Database:
+def connect(path: str, *, stale_wal: Held | None = None) -> Database:
     """Open the database at an absolute path.
 
     `stale_wal`: the -wal of another file that lay at this path before. While that one is still
@@ -100,20 +131,25 @@ def connect(path: str, *, stale_wal: FileId | None = None) -> Database:
     """
     # SQLite follows links, too: -wal and -shm lie beside the file itself.
     path = os.path.realpath(path)
-    facts = _stat(path)
-    if facts is None:
+    is_stale = stale_wal is not None and stale_wal.is_at(path + "-wal")
+    file, facts = _held(path), _stat(path)
+    if file is None or facts is None:
         raise SourceUnavailable(f"no database at {path} yet", hint=_TRIES_AGAIN)
     if not stat.S_ISREG(facts.st_mode):
         what = "a folder" if stat.S_ISDIR(facts.st_mode) else "no regular file"
         raise SourceSchemaError(f"{path} is {what}", hint="name the database file itself")
-    if stale_wal is not None and (wal := file_id(path + "-wal")) == stale_wal and wal is not None:
+    if is_stale:
         raise SourceUnavailable(
             f"{path} was replaced, and {path}-wal still belongs to the old file",
             hint="stop the writer, then remove the old -wal and -shm",
         )
-    if facts.st_uid == os.geteuid() and os.access(os.path.dirname(path), os.W_OK):
-        return Database(path)
-    return _connect_as_guest(path)
+    is_ours = facts.st_uid == os.geteuid() and os.access(os.path.dirname(path), os.W_OK)
+    database = Database(path) if is_ours else _connect_as_guest(path)
+    if not file.is_at(path):
+        database.close()
+        raise SourceUnavailable(f"{path} was replaced while it was opened", hint=_TRIES_AGAIN)
+    database.file = file
+    return database
 
 
 def _connect_as_guest(path: str) -> Database:
@@ -131,10 +167,10 @@ def _connect_as_guest(path: str) -> Database:
             raise SourceUnavailable(f"cannot read {path}: {text}", hint=hint) from error
         if os.pread(guard, 2, 18) != _WAL_FORMAT:
             return Database(path)
-        wal, shm = file_id(path + "-wal"), file_id(path + "-shm")
-        if wal is None:
+        has_shm = _stat(path + "-shm") is not None
+        if _stat(path + "-wal") is None:
             return Database(path, immutable=True)
-        if shm is None:
+        if not has_shm:
             raise SourceUnavailable(
                 f"cannot read {path}: it has a -wal and no -shm, and one made by this user would "
                 "lock its writer out",
@@ -158,7 +194,8 @@ class Database:
         self._shm = -1
         self._connection: sqlite3.Connection | None = None
         self._facts = _facts(path)
-        self.id: FileId | None = None
+        self.file: Held | None = None
+        self.wal: Held | None = None
         uri = f"file:{quote(os.fsencode(path))}?mode=ro{'&immutable=1' if immutable else ''}"
         try:
             connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None)
@@ -168,14 +205,13 @@ class Database:
             connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             # Reads the file for the first time: -wal and -shm are open after this.
             connection.execute("PRAGMA schema_version").fetchone()
+            self.wal = _held(path + "-wal")
         except sqlite3.Error as error:
             self.close()
             raise self._failed(error) from error
         except BaseException:
             self.close()
             raise
-        self.id = file_id(path)
-        self.wal_id = file_id(path + "-wal")
         if not immutable:
             with contextlib.suppress(OSError):  # none: not in WAL mode
                 self._shm = os.open(path + "-shm", os.O_RDONLY | os.O_CLOEXEC)
@@ -267,7 +303,7 @@ class Database:
 
     def _believe(self) -> None:
         """Raise SourceUnavailable where a file opened as immutable was not."""
-        if _facts(self.path) != self._facts or file_id(self.path + "-wal") is not None:
+        if _facts(self.path) != self._facts or _stat(self.path + "-wal") is not None:
             raise SourceUnavailable(
                 f"{self.path} was written to while it was read", hint=_TRIES_AGAIN
             )
@@ -280,7 +316,7 @@ class Database:
                 hint="move the database to a local file system; spoold tries again by itself",
             )
         code = extended & 0xFF
-        if code == sqlite3.SQLITE_NOTADB and self.id is not None:
+        if code == sqlite3.SQLITE_NOTADB and self.file is not None:
             return SourceUnavailable(
                 f"{self.path} was overwritten by what is no SQLite database", hint=_TRIES_AGAIN
             )
@@ -294,10 +330,13 @@ class Database:
         return SourceUnavailable(f"cannot read {self.path}: {text}", hint=hint)
 
 
-def file_id(path: str) -> FileId | None:
-    """Return (device, inode), None where there is no file."""
-    facts = _stat(path)
-    return None if facts is None else (facts.st_dev, facts.st_ino)
+def _held(path: str) -> Held | None:
+    try:
+        return Held(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _os_failed(path, error) from error
 
 
 def _facts(path: str) -> Facts | None:
