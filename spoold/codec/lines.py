@@ -32,6 +32,14 @@ __all__ = ["are_sound", "encode"]
 _BLANK: Final = b" \t\r\n"
 _MESSAGES: Final = b',"messages":'
 _FEW_BYTES: Final = 64
+# Of what texts are full of. The backslash first.
+_ESCAPES: Final = (
+    (b"\\", rb"\\"),
+    (b'"', rb"\""),
+    (b"\n", rb"\n"),
+    (b"\t", rb"\t"),
+    (b"\r", rb"\r"),
+)
 _EXCERPT_CHARACTERS: Final = 200
 # Parsers of trainers give up at about a thousand levels; a line must never be one they can't read.
 _MAX_DEPTH: Final = 500
@@ -60,8 +68,8 @@ def encode(
     `rows`: the chosen one last, before it its other steps where they are samples too. The reward is
     the chosen row's, on each. None: its reward is null and `null_reward = wait`. One unusable row
     makes the whole environment a note. `max_sample_bytes` bounds all of its lines together.
-    `trusted`: the messages are taken to be sound. `are_sound` has to say so before a line goes
-    anywhere; where it does not, this has to be asked again without trust.
+    `trusted`: messages and response are taken to be sound. `are_sound` has to say so before a line
+    goes anywhere; where it does not, this has to be asked again without trust.
     """
     chosen = rows[-1]
     if chosen.reward is None and null_reward is not NullReward.FALLBACK:
@@ -250,12 +258,12 @@ def _messages(
     # Between the brackets of so many bytes lies something. Where that is no list of objects it is
     # none with a turn appended either: the text before the last bracket is all of one list, or not.
     # Line breaks are found later, too: without them what was broken may be whole, or other numbers.
-    trusted = trusted and len(raw) > _FEW_BYTES and raw[0] == 0x5B and raw[-1] == 0x5D
-    is_empty = not trusted and not _parsed(row, raw)
+    is_list = trusted and len(raw) > _FEW_BYTES and raw[0] == 0x5B and raw[-1] == 0x5D
+    is_empty = not is_list and not _parsed(row, raw)
     # In valid JSON a raw line break is white space: strings must escape theirs.
-    if not trusted and (b"\n" in raw or b"\r" in raw):
+    if not is_list and (b"\n" in raw or b"\r" in raw):
         raw = raw.translate(None, b"\r\n")
-    turn = _assistant_turn(row)
+    turn = _assistant_turn(row, trusted)
     if not turn:
         return raw, b""
     return memoryview(raw.rstrip(_BLANK))[:-1], b"%b%b]" % (b"" if is_empty else b",", turn)
@@ -289,7 +297,7 @@ def _is_nested(messages: object) -> bool | None:
     return nested
 
 
-def _assistant_turn(row: StepRow) -> bytes:
+def _assistant_turn(row: StepRow, trusted: bool) -> bytes:
     """Return the JSON of the turn that the response column holds, b"" where it is empty."""
     response = row.response
     if response is None:
@@ -300,6 +308,11 @@ def _assistant_turn(row: StepRow) -> bytes:
         return b""
     if response.lstrip(_BLANK).startswith(b"{") and (turn := _turn_of_object(row, response)):
         return turn
+    if trusted:
+        # What else must not lie in a string makes it no JSON, and is found later.
+        for plain, escaped in _ESCAPES:
+            response = response.replace(plain, escaped)
+        return b'{"role":"assistant","content":"%b"}' % response
     text = _text(row, "response", response)
     return orjson.dumps({"role": "assistant", "content": text})
 
