@@ -73,6 +73,9 @@ def setup(level: str, log_format: str, *, journal: bool = False) -> None:
     formatter: logging.Formatter = JournalFormatter() if journal else TextFormatter()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else formatter)
+    # What no formatter here shows need not be found out for each event.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # from where it was called
     logger = logging.getLogger("spoold")
     logger.handlers[:] = [handler]
     logger.propagate = False
@@ -103,8 +106,8 @@ def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)
-    plain = text.isprintable() and text and not any(c in text for c in ' "=')
-    return text if plain else json.dumps(text, ensure_ascii=not text.isprintable())
+    quoted = not text or " " in text or '"' in text or "=" in text or not text.isprintable()
+    return json.dumps(text, ensure_ascii=not text.isprintable()) if quoted else text
 
 
 def _traceback(record: logging.LogRecord) -> list[str]:

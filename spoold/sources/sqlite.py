@@ -268,7 +268,7 @@ class SqliteSource:
             # for a moment; and to a guest whose -shm nobody warrants it is always another one.
             if self._commits is not None:
                 return database.commits() != self._commits
-            return database.version() != self._looked.version
+            return database.stamp().commits != self._looked.commits
         except SourceUnavailable:
             return True  # the look that follows says why
 

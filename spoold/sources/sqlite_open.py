@@ -66,9 +66,12 @@ class Held:
 
 
 class Stamp(NamedTuple):
-    """The state of a database: its data_version, and the stat of file and -wal."""
+    """The state of a database: the number of commits, and the stat of file and -wal.
 
-    version: int
+    Without a -shm, the data_version instead of the number.
+    """
+
+    commits: int
     file: Facts | None
     wal: Facts | None
 
@@ -299,7 +302,13 @@ class Database:
 
     def stamp(self) -> Stamp:
         """Return what differs after each commit, or where the files were changed without one."""
-        return Stamp(self.version(), _facts(self.path), _facts(self.path + "-wal"))
+        # Not the version, where it can be helped: that takes SQLite locks and a page of the -wal.
+        commits = self.commits()
+        return Stamp(
+            self.version() if commits is None else commits,
+            _facts(self.path),
+            _facts(self.path + "-wal"),
+        )
 
     def _believe(self) -> None:
         """Raise SourceUnavailable where a file opened as immutable was not."""

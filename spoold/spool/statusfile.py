@@ -155,7 +155,8 @@ class Status:
     def to_json(self) -> bytes:
         """Return the bytes of status.json: for people, each fact of the report has its line."""
         facts = {"format": FORMAT, **_shallow(self)}
-        lines = (f'"{name}": {json.dumps(fact, default=_shallow)}' for name, fact in facts.items())
+        encode = json.JSONEncoder(default=_shallow).encode
+        lines = [f'"{name}": {encode(fact)}' for name, fact in facts.items()]
         return ("{\n " + ",\n ".join(lines) + "\n}\n").encode()
 
     @classmethod
