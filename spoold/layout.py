@@ -32,7 +32,7 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 __all__ = [
     "CORRUPT",
@@ -208,8 +208,7 @@ class NoteName:
         return cls(environment=int(found["id"]), reason=found["reason"]) if found else None
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a batch lies: a state, and the folder in it ("" for the state's directory itself).
 
     The folder is a consumer's name in inflight/, `step-…` or `stale` in acked/, a reason in
@@ -218,12 +217,11 @@ class Place:
 
     state: State
     folder: str = ""
-    path: str = field(init=False, repr=False, compare=False)
-    """Relative to the run directory."""
 
-    def __post_init__(self) -> None:
-        path = f"{self.state.value}/{self.folder}" if self.folder else self.state.value
-        object.__setattr__(self, "path", path)
+    @property
+    def path(self) -> str:
+        """Relative to the run directory."""
+        return f"{self.state}/{self.folder}" if self.folder else str(self.state)
 
     @property
     def counts(self) -> bool:

@@ -116,6 +116,8 @@ class Conditions:
 
     def end(self, *codes: str, now: float) -> None:
         """Note that reasons hold no more."""
+        if not self.holds(codes):
+            return
         for code in codes:
             held = self._holding.pop(code, None)
             if held is not None:

@@ -38,8 +38,7 @@ def note_spool(
     for code, detail in facts.items():
         if detail:
             conditions.begin(code, detail, now=now)
-        else:
-            conditions.end(code, now=now)
+    conditions.end(*(code for code, detail in facts.items() if not detail), now=now)
 
 
 def _counted(batches: int) -> str:
