@@ -116,8 +116,8 @@ class Conditions:
 
     def end(self, *codes: str, now: float) -> None:
         """Note that reasons hold no more."""
-        if not self.holds(codes):
-            return
+        if self._holding.keys().isdisjoint(codes):
+            return  # mostly, and several times at each look
         for code in codes:
             held = self._holding.pop(code, None)
             if held is not None:
