@@ -507,6 +507,40 @@ def test_whoever_wants_no_more_rows_leaves_the_transaction_and_keeps_the_connect
     assert source._database is connection
 
 
+class NeverRolledBack:
+    """A connection whose transaction does not end as it is asked to."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+
+    def execute(self, query: str, *values: Any) -> sqlite3.Cursor:
+        if query == "ROLLBACK":
+            raise sqlite3.OperationalError("disk I/O error")
+        return self.connection.execute(query, *values)
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+def test_a_transaction_that_cannot_be_left_is_left_with_its_connection(
+    rollouts: Rollouts, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = rollouts.register(3)
+    for environment in ids:
+        rollouts.complete(environment)
+    source = opened(path)
+    database = source._database
+    assert database is not None
+    assert database._connection is not None
+    monkeypatch.setattr(database, "_connection", NeverRolledBack(database._connection))
+    rows = source.read(ids)
+    assert next(rows)[0] == ids[0]
+    rows.close()
+    assert not database.is_open
+    assert not is_open(rollouts)
+    assert [one for one, _ in source.read(ids)] == ids
+
+
 # ---- identity -----------------------------------------------------------------------------------
 
 
