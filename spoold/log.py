@@ -73,9 +73,6 @@ def setup(level: str, log_format: str, *, journal: bool = False) -> None:
     formatter: logging.Formatter = JournalFormatter() if journal else TextFormatter()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else formatter)
-    # What no formatter here shows need not be found out for each event.
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    logging._srcfile = None  # from where it was called
     logger = logging.getLogger("spoold")
     logger.handlers[:] = [handler]
     logger.propagate = False

@@ -632,7 +632,12 @@ def test_what_is_trusted_and_found_sound_is_what_was_looked_into_and_nothing_els
 
 def test_what_is_sound_is_found_so() -> None:
     for messages in (PROMPT, b"[" + PROMPT[1:-1] + b", " + b'{"content": "' + b"x" * 90 + b'"}]'):
-        texts = b"text", b' "of" C:\\ \t\r\n\\" \x7f', "\xe9\u20ac\U0001f600".encode()
+        texts = (
+            b"text",
+            b"\x1b[1mbold",
+            b' "of" C:\\ \t\r\n\\" \x7f',
+            "\xe9\u20ac\U0001f600".encode(),
+        )
         for response in (b"", *texts, b'{"role": "assistant", "content": [{"a": [1]}]}'):
             row = ROW._replace(messages=messages, response=response)
             assert isinstance(encoded(row), list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import shutil
@@ -16,7 +17,7 @@ from pyroaring import BitMap64
 
 from spoold.errors import ConfigError, SourceSchemaError, SourceUnavailable
 from spoold.model import Look, ReadyWhen, Samples
-from spoold.sources import open_source, sqlite, sqlite_rows
+from spoold.sources import open_source, sqlite, sqlite_open, sqlite_rows
 from spoold.sources.sqlite import SqliteSource
 from spoold.sources.sqlite_open import Database
 from tests.support.other_writer import other_writer
@@ -611,6 +612,15 @@ def test_a_database_that_was_away_is_known_again(path: Path) -> None:
     assert ids_of(source.look(NOTHING)) == [one]
 
 
+def descriptors_of(path: Path) -> list[str]:
+    """Return what this process holds of a database, (deleted) or not."""
+    held = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            held.append(os.readlink(fd))
+    return [name for name in held if name.startswith(str(path))]
+
+
 def test_no_deleted_database_takes_room_on_the_disk_once_that_was_seen(path: Path) -> None:
     rollouts = made(path)
     rollouts.register()
@@ -621,11 +631,131 @@ def test_no_deleted_database_takes_room_on_the_disk_once_that_was_seen(path: Pat
     source.close()
     with pytest.raises(SourceUnavailable, match="no database"):
         source.open()
-    held = []
-    for fd in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            held.append(os.readlink(fd))
-    assert [name for name in held if name.startswith(str(path))] == []
+    assert descriptors_of(path) == []
+
+
+def test_nor_does_a_wal_whose_database_cannot_be_opened(path: Path) -> None:
+    rollouts = made(path)
+    rollouts.register()
+    source = opened(path)
+    source.close()
+    rollouts.close()
+    alone = open_rollouts(path)
+    OPEN.append(alone)
+    alone.db.execute("PRAGMA locking_mode = exclusive")
+    alone.register()
+    with pytest.raises(SourceUnavailable, match="locked"):
+        source.open()
+    assert [name for name in descriptors_of(path) if name.endswith("(deleted)")] == []
+
+
+def test_whoever_drops_a_source_lets_go_of_its_database(path: Path) -> None:
+    rollouts = made(path)
+    rollouts.register()
+    rollouts.close()
+    source = SqliteSource(
+        [str(path)], job=None, ready_when=ReadyWhen.AUTO, samples=Samples.TERMINAL
+    )
+    gc.disable()
+    try:
+        source.open()
+        reconciled(source)
+        source.close()
+        assert descriptors_of(path) == [f"{path}-wal"]
+        del source
+        assert descriptors_of(path) == []
+    finally:
+        gc.enable()
+
+
+def test_a_database_that_is_replaced_before_it_is_opened_is_no_old_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(path).register()
+    source = opened(path)
+    source.close()
+    made(Path(f"{path}-new")).close()
+    os.replace(f"{path}-new", path)
+    with monkeypatch.context() as patched:
+        patched.setattr(SqliteSource, "moved", lambda self: False)
+        with pytest.raises(SourceUnavailable, match="is another file now"):
+            source.open()
+    with pytest.raises(SourceUnavailable, match="still belongs to the old file"):
+        source.open()
+
+
+@pytest.mark.parametrize("removed", [("-shm",), ("-wal", "-shm")])
+def test_when_others_use_a_new_wal_or_shm_their_commits_are_seen(
+    path: Path, removed: tuple[str, ...]
+) -> None:
+    rollouts = made(path)
+    rollouts.register(1, group="")
+    rollouts.close()
+    source = opened(path)
+    reconciled(source)
+    with other_writer(path) as first:
+        for one in (2, 3):
+            first.write()
+            first.commit()
+            assert ids_of(source.look(NOTHING)) == [one]
+            for suffix in removed if one == 2 else ():
+                os.unlink(f"{path}{suffix}")  # does no harm yet
+    with other_writer(path) as second:
+        second.write()
+        second.commit()
+        with pytest.raises(SourceUnavailable, match="there is another one"):
+            source.changed()
+        assert source.changed()
+        look = source.look(NOTHING)
+        if "-wal" in removed:
+            assert look.went_back, "what was committed is lost"
+        else:
+            assert ids_of(look) == [4]
+
+
+# ---- commits ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["wal", "delete", "delete, a -shm beside it"])
+def test_each_commit_is_noticed_whatever_the_times_of_files_say(
+    path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    rollouts = made(path)
+    rollouts.register(4)
+    if mode != "wal":
+        shm = Path(f"{path}-shm").read_bytes()
+        rollouts.db.execute("PRAGMA journal_mode = delete")
+        if mode != "delete":
+            Path(f"{path}-shm").write_bytes(shm)
+    monkeypatch.setattr(sqlite_open, "_facts", lambda path: None)
+    source = opened(path)
+    reconciled(source)
+    for one in range(1, 5):
+        source.look(NOTHING)
+        assert not source.changed()
+        assert not source.committed()
+        rollouts.complete(one)
+        assert source.committed()
+        assert source.changed()
+        assert ids_of(source.look(NOTHING)) == [one]
+
+
+def test_a_commit_is_noticed_where_their_number_is_that_of_before(
+    path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one,) = rollouts.register()
+    source = opened(path)
+    reconciled(source)
+    source.look(NOTHING)
+    monkeypatch.setattr(sqlite_open, "_facts", lambda path: None)
+    monkeypatch.setattr(Database, "commits", lambda self: 1)  # it begins anew after a recovery
+    source.look(NOTHING)
+    assert not source.changed()
+    rollouts.complete(one)
+    assert source.changed()
+
+
+# ---- more of identity ---------------------------------------------------------------------------
 
 
 def test_a_database_that_is_replaced_while_it_is_opened_is_opened_again(

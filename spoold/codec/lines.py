@@ -40,6 +40,7 @@ _ESCAPES: Final = (
     (b"\t", rb"\t"),
     (b"\r", rb"\r"),
 )
+_ESC: Final = b"\x1b"
 _EXCERPT_CHARACTERS: Final = 200
 # Parsers of trainers give up at about a thousand levels; a line must never be one they can't read.
 _MAX_DEPTH: Final = 500
@@ -308,7 +309,7 @@ def _assistant_turn(row: StepRow, trusted: bool) -> bytes:
         return b""
     if response.lstrip(_BLANK).startswith(b"{") and (turn := _turn_of_object(row, response)):
         return turn
-    if trusted:
+    if trusted and _ESC not in response:
         # What else must not lie in a string makes it no JSON, and is found later.
         for plain, escaped in _ESCAPES:
             response = response.replace(plain, escaped)

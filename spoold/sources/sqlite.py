@@ -18,6 +18,7 @@ import json
 import os
 import sqlite3
 import time
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,20 +26,14 @@ from typing import Final
 
 from pyroaring import BitMap64
 
-from spoold.errors import SourceError, SourceSchemaError, SourceUnavailable
+from spoold.errors import SourceSchemaError, SourceUnavailable
 from spoold.model import Advice, Candidate, Look, ReadyWhen, Rows, Samples
 from spoold.policy import WHOLE, Shard
 from spoold.sources.identity import verified
 from spoold.sources.share import Share
-from spoold.sources.sqlite_facts import (
-    Heights,
-    be_the_same,
-    env_ids_of,
-    heights_of,
-    job_of,
-)
+from spoold.sources.sqlite_facts import Heights, be_the_same, env_ids_of, heights_of, job_of
 from spoold.sources.sqlite_news import SLICE, News
-from spoold.sources.sqlite_open import Database, Held, Stamp, connect
+from spoold.sources.sqlite_open import Database, FileId, Held, Stamp, connect, file_id, real_path
 from spoold.sources.sqlite_rows import MAX_TRANSACTION_SECONDS, RowReader
 from spoold.sources.sqlite_schema import OWNS, Schema, read_schema
 from spoold.sources.watched import Found, Row, Watched, group_of
@@ -83,13 +78,15 @@ class SqliteSource:
         self.job = job or ""
         self.ready_when = ready_when
         self._database: Database | None = None
-        # Of the last connection: known again when it was away, and told from what comes instead.
-        self._file: Held | None = None
+        # Of the last connection.
+        self._file: FileId | None = None
         self._wal: Held | None = None
         self._schema: Schema | None = None
         self._reader: RowReader | None = None
         self._heights: Heights | None = None
         self._highest_step = 0
+        # Found at a connection of its own accord, and not told yet.
+        self._went_back = False
         # Of the last look, and of the last complete one.
         self._looked: Stamp | None = None
         self._seen: Stamp | None = None
@@ -139,6 +136,7 @@ class SqliteSource:
     def open(self) -> bool:
         """Connect, check the schema, pick the job. What was found in the same file stays known."""
         self.close()
+        self._went_back = False
         if self._schema is None:
             there = (path for path in self._readings if os.path.exists(path))
             self._path = next(there, self._readings[0])
@@ -154,26 +152,31 @@ class SqliteSource:
         moved = self.moved()
         if moved and not may_be_new:
             raise self._another_file()
+        if self._wal is not None and not self._wal.is_at(f"{real_path(self._path)}-wal"):
+            self._wal = None
         try:
-            database = connect(self._path, stale_wal=self._wal if moved else None)
+            database = connect(self._path, has_stale_wal=moved and self._wal is not None)
             try:
-                starts_over = self._take(database, is_new=moved or self._file is None)
+                starts_over = self._take(database, moved=moved)
             except BaseException:
                 database.close()
                 raise
         except SourceSchemaError as error:
-            raise self._changed_schema(error) from error
+            if self._schema is None:
+                raise
+            raise _in_migration(error) from error
         self._database = database
-        self._file, self._wal = database.file, database.wal
+        self._file, self._wal = database.id, database.wal
         self._looked = self._seen = self._verified = self._commits = None
         return starts_over
 
     def _another_file(self) -> SourceUnavailable:
         return SourceUnavailable(f"{self._path} is another file now", hint="spoold opens it anew")
 
-    def _take(self, database: Database, *, is_new: bool) -> bool:
-        if not is_new and self.moved():
-            raise self._another_file()
+    def _take(self, database: Database, *, moved: bool) -> bool:
+        is_new = database.id != self._file
+        if is_new and self._file is not None and not moved:
+            raise self._another_file()  # RACE: just now, and its -wal may be that of the old one
         if not self._share.is_whole:
             database.define(OWNS, lambda *facts: self._share.owns(*facts))
         schema = self._read_schema(database)
@@ -188,8 +191,9 @@ class SqliteSource:
                 ReadyWhen.FINISHED if schema.reward_is_nullable else ReadyWhen.TERMINAL
             )
         self._schema = schema
+        this = weakref.proxy(self)  # whoever drops this drops the -wal that it holds
         self._reader = RowReader(
-            self._transaction,
+            lambda: this._transaction(),
             job=job,
             needs_finished=self.ready_when is ReadyWhen.FINISHED,
             samples=self._samples,
@@ -218,16 +222,10 @@ class SqliteSource:
                         raise
             time.sleep(_TABLES_PAUSE_SECONDS)
 
-    def _changed_schema(self, error: SourceSchemaError) -> SourceError:
-        """Return the error to raise: a rollout database may be in a migration, or being copied."""
-        if self._schema is None:
-            return error
-        return SourceUnavailable(error.message, hint=f"waits out a migration; else {error.hint}")
-
     def _connected(self) -> Database:
         """Return the connection, a new one where the last call failed."""
         if self._database is None or not self._database.is_open:
-            self._connect(may_be_new=False)
+            self._went_back |= self._connect(may_be_new=False)
         assert self._database is not None
         return self._database
 
@@ -245,7 +243,7 @@ class SqliteSource:
                     )
                 yield connection, self._schema
         except SourceSchemaError as error:
-            raise self._changed_schema(error) from error
+            raise _in_migration(error) from error
 
     # ---- looking -------------------------------------------------------------------------------
 
@@ -268,7 +266,7 @@ class SqliteSource:
             # for a moment; and to a guest whose -shm nobody warrants it is always another one.
             if self._commits is not None:
                 return database.commits() != self._commits
-            return database.stamp().commits != self._looked.commits
+            return database.stamp().content != self._looked.content
         except SourceUnavailable:
             return True  # the look that follows says why
 
@@ -278,12 +276,15 @@ class SqliteSource:
 
     def moved(self) -> bool:
         """Whether the path names another file than the one that is open, or none."""
-        return self._file is not None and not self._file.is_at(self._path)
+        return self._file is not None and file_id(self._path) != self._file
 
     def look(self, skip: BitMap64) -> Look:
         """Look at new step rows, and at the environments that are running."""
         # Before anything is read: what is committed from here on makes another look.
         database = self._connected()
+        if self._went_back:
+            self._went_back = False
+            return Look(went_back=True)
         stamp, commits, now = database.stamp(), database.commits(), self._clock()
         assert self._heights is not None
         # Mostly one transaction; where there is more than one may read, others follow.
@@ -492,3 +493,8 @@ class SqliteSource:
             found = env_ids_of(connection, schema, ids)
         be_the_same(self._path, heights, self._heights)
         return found
+
+
+def _in_migration(error: SourceSchemaError) -> SourceUnavailable:
+    """Return the error to raise of a database that was one: it may be migrated, or be copied."""
+    return SourceUnavailable(error.message, hint=f"waits out a migration; else {error.hint}")

@@ -29,49 +29,38 @@ from urllib.parse import quote
 
 from spoold.errors import SourceSchemaError, SourceUnavailable
 
-__all__ = ["Database", "Held", "Stamp", "connect"]
+__all__ = ["Database", "FileId", "Held", "Stamp", "connect", "file_id", "real_path"]
 
+FileId = tuple[int, int]
 Facts = tuple[int, int, int, int]
 
 
 class Held:
     """A file that is told from every other one: no new file gets its inode while this holds it.
 
-    Opened with O_PATH: nothing is read, and closing it drops no lock that this process has on it.
+    Opened with O_PATH: that takes no permission to read it, and closing it drops no lock that this
+    process has on it.
     """
 
     def __init__(self, path: str) -> None:
-        """Hold what lies at a path. Raises OSError."""
+        """Hold what lies at a path, until this is dropped. Raises OSError."""
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        self._let_go = weakref.finalize(self, os.close, fd)
-        self._fd = fd
-        self._facts = os.fstat(fd)
+        weakref.finalize(self, os.close, fd)
+        facts = os.fstat(fd)
+        self.id: FileId = facts.st_dev, facts.st_ino
 
     def is_at(self, path: str) -> bool:
         """Whether it lies at this path. Raises SourceUnavailable."""
-        if not self._let_go.alive:
-            return False
-        facts = _stat(path)
-        if facts is not None and os.path.samestat(facts, self._facts):
-            return True
-        if self._is_deleted():
-            self._let_go()  # it comes back nowhere, and is to take no room on the disk
-        return False
-
-    def _is_deleted(self) -> bool:
-        try:
-            return os.fstat(self._fd).st_nlink == 0
-        except OSError:  # a file system in the network forgot it
-            return True
+        return file_id(path) == self.id
 
 
 class Stamp(NamedTuple):
-    """The state of a database: the number of commits, and the stat of file and -wal.
+    """The state of a database: what the -shm says of it, and the stat of file and -wal.
 
-    Without a -shm, the data_version instead of the number.
+    Without a -shm, the data_version instead.
     """
 
-    commits: int
+    content: bytes | int
     file: Facts | None
     wal: Facts | None
 
@@ -85,8 +74,10 @@ _WAL_FORMAT: Final = b"\2\2"
 # UNIX_SHM_BASE; wal.c: WAL_WRITE_LOCK). As a struct flock: type, whence, start, length, process.
 _WRITE_LOCK: Final = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 120, 1, 0)
 _NO_LOCK: Final = struct.pack("h", fcntl.F_UNLCK)
-# Where the -shm counts commits (wal.c: WalIndexHdr.iChange), in four bytes.
-_COMMITS_AT: Final = 8
+# How the -shm begins: with what a reader compares to see whether it is up to date (wal.c:
+# WalIndexHdr). Four bytes of it count the commits (iChange), from anew after each recovery.
+_HEADER_BYTES: Final = 48
+_COMMITS: Final = slice(8, 12)
 _TRIES_AGAIN: Final = "spoold tries again by itself"
 
 _UNAVAILABLE: Final = {
@@ -125,34 +116,36 @@ _NO_SHARED_MEMORY: Final = frozenset(
 )
 
 
-def connect(path: str, *, stale_wal: Held | None = None) -> Database:
+def connect(path: str, *, has_stale_wal: bool = False) -> Database:
     """Open the database at an absolute path.
 
-    `stale_wal`: the -wal of another file that lay at this path before. While that one is still
-    there nothing is read: SQLite would take its pages for this file's. Raises SourceUnavailable,
-    and SourceSchemaError for what is no file.
+    `has_stale_wal`: a -wal lies there that belongs to another file. As long as it does nothing is
+    read: SQLite would take its pages for this file's. Raises SourceUnavailable, and
+    SourceSchemaError for what is no file.
     """
-    # SQLite follows links, too: -wal and -shm lie beside the file itself.
-    path = os.path.realpath(path)
-    is_stale = stale_wal is not None and stale_wal.is_at(path + "-wal")
-    file, facts = _held(path), _stat(path)
-    if file is None or facts is None:
+    path = real_path(path)
+    facts = _stat(path)
+    if facts is None:
         raise SourceUnavailable(f"no database at {path} yet", hint=_TRIES_AGAIN)
     if not stat.S_ISREG(facts.st_mode):
         what = "a folder" if stat.S_ISDIR(facts.st_mode) else "no regular file"
         raise SourceSchemaError(f"{path} is {what}", hint="name the database file itself")
-    if is_stale:
+    if has_stale_wal:
         raise SourceUnavailable(
             f"{path} was replaced, and {path}-wal still belongs to the old file",
             hint="stop the writer, then remove the old -wal and -shm",
         )
     is_ours = facts.st_uid == os.geteuid() and os.access(os.path.dirname(path), os.W_OK)
     database = Database(path) if is_ours else _connect_as_guest(path)
-    if not file.is_at(path):
+    if database.id != (facts.st_dev, facts.st_ino):
         database.close()
         raise SourceUnavailable(f"{path} was replaced while it was opened", hint=_TRIES_AGAIN)
-    database.file = file
     return database
+
+
+def real_path(path: str) -> str:
+    """Return where the file itself lies: SQLite follows links, -wal and -shm are beside it."""
+    return os.path.realpath(path)
 
 
 def _connect_as_guest(path: str) -> Database:
@@ -197,7 +190,7 @@ class Database:
         self._shm = -1
         self._connection: sqlite3.Connection | None = None
         self._facts = _facts(path)
-        self.file: Held | None = None
+        self.id: FileId | None = None
         self.wal: Held | None = None
         uri = f"file:{quote(os.fsencode(path))}?mode=ro{'&immutable=1' if immutable else ''}"
         try:
@@ -208,15 +201,17 @@ class Database:
             connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             # Reads the file for the first time: -wal and -shm are open after this.
             connection.execute("PRAGMA schema_version").fetchone()
-            self.wal = _held(path + "-wal")
+            (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
+            self.wal, self.id = _held(path + "-wal"), file_id(path)
         except sqlite3.Error as error:
             self.close()
             raise self._failed(error) from error
         except BaseException:
             self.close()
             raise
-        if not immutable:
-            with contextlib.suppress(OSError):  # none: not in WAL mode
+        # In another mode what lies there is of one that was killed, and says nothing any more.
+        if not immutable and mode == b"wal":
+            with contextlib.suppress(OSError):
                 self._shm = os.open(path + "-shm", os.O_RDONLY | os.O_CLOEXEC)
 
     @property
@@ -293,22 +288,39 @@ class Database:
 
     def commits(self) -> int | None:
         """Return how many commits there were, from wherever it counts; None where nothing tells."""
+        header = self._header()
+        return int.from_bytes(header[_COMMITS], sys.byteorder) if header else None
+
+    def _header(self) -> bytes:
+        """Return how the -shm begins, nothing where nothing tells."""
         if self._shm < 0:
-            return None
+            return b""
         try:
-            return int.from_bytes(os.pread(self._shm, 4, _COMMITS_AT), sys.byteorder)
+            return os.pread(self._shm, _HEADER_BYTES, 0)
         except OSError:
-            return None
+            return b""
 
     def stamp(self) -> Stamp:
-        """Return what differs after each commit, or where the files were changed without one."""
+        """Return what differs after each commit, or where the files were changed without one.
+
+        Raises SourceUnavailable, and closes the connection, where others use another -wal or -shm:
+        what they commit would never be seen.
+        """
+        wal = _facts(self.path + "-wal")
+        self._must_be(self.wal.id if self.wal is not None else None, wal, "-wal")
+        if self._shm >= 0:
+            own = os.fstat(self._shm)
+            self._must_be((own.st_dev, own.st_ino), _facts(self.path + "-shm"), "-shm")
         # Not the version, where it can be helped: that takes SQLite locks and a page of the -wal.
-        commits = self.commits()
-        return Stamp(
-            self.version() if commits is None else commits,
-            _facts(self.path),
-            _facts(self.path + "-wal"),
-        )
+        return Stamp(self._header() or self.version(), _facts(self.path), wal)
+
+    def _must_be(self, own: FileId | None, found: Facts | None, suffix: str) -> None:
+        # One that is merely missing: whoever has it open may well go on with it.
+        if own is not None and found is not None and found[:2] != own:
+            self.close()
+            raise SourceUnavailable(
+                f"{self.path}{suffix} was removed, and there is another one", hint=_TRIES_AGAIN
+            )
 
     def _believe(self) -> None:
         """Raise SourceUnavailable where a file opened as immutable was not."""
@@ -325,7 +337,7 @@ class Database:
                 hint="move the database to a local file system; spoold tries again by itself",
             )
         code = extended & 0xFF
-        if code == sqlite3.SQLITE_NOTADB and self.file is not None:
+        if code == sqlite3.SQLITE_NOTADB and self.id is not None:
             return SourceUnavailable(
                 f"{self.path} was overwritten by what is no SQLite database", hint=_TRIES_AGAIN
             )
@@ -337,6 +349,12 @@ class Database:
             return error
         text, hint = _UNAVAILABLE[code]
         return SourceUnavailable(f"cannot read {self.path}: {text}", hint=hint)
+
+
+def file_id(path: str) -> FileId | None:
+    """Return (device, inode), None where there is no file. Raises SourceUnavailable."""
+    facts = _stat(path)
+    return None if facts is None else (facts.st_dev, facts.st_ino)
 
 
 def _held(path: str) -> Held | None:
