@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -268,15 +269,21 @@ class TestHints:
             # Until status.json may be written again.
             assert it.daemon.step() > 0.5
 
-    def test_a_batch_of_the_likely_ones_puts_nobody_else_off(
-        self, tmp_path: Path, rollouts: Rollouts
-    ) -> None:
+    @contextmanager
+    def beside_a_hundred_that_run(self, tmp_path: Path, rollouts: Rollouts) -> Iterator[Running]:
+        """Yield a daemon with nothing to do. Each of them has its last row, and is not finished."""
         with rollouts.together():
             for environment in rollouts.register(100):
                 rollouts.end(environment)
         with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
             it.go()
             self.pass_time(it, 5.0)
+            yield it
+
+    def test_a_batch_of_the_likely_ones_puts_nobody_else_off(
+        self, tmp_path: Path, rollouts: Rollouts
+    ) -> None:
+        with self.beside_a_hundred_that_run(tmp_path, rollouts) as it:
             complete(rollouts, 1)
             with rollouts.together():
                 rollouts.finish(3)
@@ -291,12 +298,7 @@ class TestHints:
     def test_who_is_finished_along_with_rows_of_others_waits_two_seconds_at_most(
         self, tmp_path: Path, rollouts: Rollouts
     ) -> None:
-        with rollouts.together():
-            for environment in rollouts.register(100):
-                rollouts.end(environment)
-        with running(tmp_path, scan_seconds=1000, rescan_seconds=1000) as it:
-            it.go()
-            self.pass_time(it, 5.0)
+        with self.beside_a_hundred_that_run(tmp_path, rollouts) as it:
             rollouts.step(7)
             it.daemon.hint(source=True, spool=False)
             self.pass_time(it, 5.0)

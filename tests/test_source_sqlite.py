@@ -458,6 +458,14 @@ def test_more_than_one_transaction_may_read_is_read_in_several(
 # ---- rows ---------------------------------------------------------------------------------------
 
 
+def completed(rollouts: Rollouts, number: int) -> list[int]:
+    """Register environments, complete them, and return their ids."""
+    ids = rollouts.register(number)
+    for environment in ids:
+        rollouts.complete(environment)
+    return ids
+
+
 def is_open(rollouts: Rollouts) -> bool:
     """Whether a reader holds up a checkpoint of what is committed after it began."""
     rollouts.db.execute("PRAGMA busy_timeout = 0")
@@ -483,18 +491,14 @@ def test_an_old_transaction_is_over_before_a_row_is_handed_on(
     rollouts: Rollouts, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_rows, "MAX_TRANSACTION_SECONDS", -1.0)
-    ids = rollouts.register(3)
-    for environment in ids:
-        rollouts.complete(environment)
+    ids = completed(rollouts, 3)
     assert [is_open(rollouts) for _ in opened(path).read(ids)] == [False] * 3
 
 
 def test_whoever_wants_no_more_rows_leaves_the_transaction_and_keeps_the_connection(
     rollouts: Rollouts, path: Path
 ) -> None:
-    ids = rollouts.register(3)
-    for environment in ids:
-        rollouts.complete(environment)
+    ids = completed(rollouts, 3)
     source = opened(path)
     connection = source._database
     for _ in range(2):
@@ -526,9 +530,7 @@ class NeverRolledBack:
 def test_a_transaction_that_cannot_be_left_is_left_with_its_connection(
     rollouts: Rollouts, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = rollouts.register(3)
-    for environment in ids:
-        rollouts.complete(environment)
+    ids = completed(rollouts, 3)
     source = opened(path)
     database = source._database
     assert database is not None

@@ -40,6 +40,7 @@ _ESCAPES: Final = (
     (b"\t", rb"\t"),
     (b"\r", rb"\r"),
 )
+# And of what few are, but whole runs may be: colours of a terminal. It takes the careful way.
 _ESC: Final = b"\x1b"
 _EXCERPT_CHARACTERS: Final = 200
 # Parsers of trainers give up at about a thousand levels; a line must never be one they can't read.
