@@ -104,6 +104,7 @@ class Look:
     all members of the groups in `asked`, deleted ones aside. `reached`: up to which id of `highest`
     a reconcile has come; 0 where it does not tell. `more_after`: only those were asked that were
     likely to be candidates; a look for the others is due so many seconds later. None: all were.
+    `deleted`: those of `remembered` whose row is gone.
     """
 
     candidates: tuple[Candidate, ...] = ()
@@ -117,6 +118,7 @@ class Look:
     reached: int = 0
     highest: int = 0
     more_after: float | None = None
+    deleted: tuple[int, ...] = ()
 
 
 class StepRow(NamedTuple):

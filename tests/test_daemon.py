@@ -10,9 +10,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from pyroaring import BitMap64
 
 from spoold import fs
 from spoold.errors import ConfigError, SourceReplaced, SpoolHeld, SpoolLocked, SpoolWriteError
@@ -415,8 +415,8 @@ class TestHints:
             other.write()
             look = source.look
 
-            def and_then(skip: BitMap64) -> Look:
-                found = look(skip)
+            def and_then(*wanted: Any) -> Look:
+                found = look(*wanted)
                 other.commit()
                 monkeypatch.undo()
                 return found

@@ -650,7 +650,7 @@ class TestOutOfReach:
             it.go()
             tries = []
 
-            def fail(self: SqliteSource, skip: object) -> None:
+            def fail(self: SqliteSource, *wanted: object) -> None:
                 tries.append(it.clock.now)
                 raise SourceUnavailable("the disk is broken", hint="mend it")
 

@@ -434,12 +434,49 @@ def test_an_environment_that_is_another_one_now_is_a_replacement(
         source.verify(remembered, 4)
 
 
+def test_a_look_makes_sure_of_what_it_has_seen(rollouts: Rollouts, home: Home) -> None:
+    ids = rollouts.register(3)
+    source = home.opened()
+    remembered = {environment: rollouts.env_id(environment) for environment in ids[:2]}
+    assert source.look(NOTHING, remembered, 3).deleted == ()
+    assert source.is_verified()
+    rollouts.complete(3)
+    assert not source.is_verified()
+    rollouts.db.execute("DELETE FROM job_environments WHERE id = 1")
+    look = source.look(NOTHING, remembered, 3)
+    assert (ids_of(look), look.deleted) == ([3], (1,))
+    assert source.is_verified()
+    with pytest.raises(SourceReplaced, match="environment 2 is another one"):
+        source.look(NOTHING, {2: "someone else"}, 3)
+    with pytest.raises(SourceReplaced, match="given ids up to 3"):
+        source.look(NOTHING, remembered, 4)
+
+
+def test_what_a_look_found_that_did_not_hold_is_found_again(rollouts: Rollouts, home: Home) -> None:
+    (environment,) = rollouts.register()
+    source = home.opened()
+    reconciled(source)
+    rollouts.complete(environment)
+    with pytest.raises(SourceReplaced):
+        source.look(NOTHING, {environment: "someone else"}, environment)
+    source.open()
+    assert ids_of(reconciled(source)) == [environment]
+
+
 def test_an_emptied_database_is_not_there_yet(rollouts: Rollouts, home: Home) -> None:
     rollouts.register()
     source = home.opened()
     rollouts.db.execute("DELETE FROM job_environments")
     with pytest.raises(SourceUnavailable, match="no environments yet"):
         source.verify({1: "x"}, 1)
+
+
+def test_a_database_that_was_emptied_makes_sure_of_no_look(rollouts: Rollouts, home: Home) -> None:
+    rollouts.register()
+    source = home.opened()
+    rollouts.db.execute("DELETE FROM job_environments")
+    with pytest.raises(SourceUnavailable, match="no environments yet"):
+        source.look(NOTHING, {1: "x"}, 1)
 
 
 def test_ids_that_go_backwards_are_said_and_nothing_is_missed_after(

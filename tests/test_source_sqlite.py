@@ -19,6 +19,7 @@ from spoold.errors import ConfigError, SourceSchemaError, SourceUnavailable
 from spoold.model import Look, ReadyWhen, Samples
 from spoold.sources import open_source, sqlite, sqlite_open, sqlite_rows
 from spoold.sources.sqlite import SqliteSource
+from spoold.sources.sqlite_news import News
 from spoold.sources.sqlite_open import Database
 from tests.support.other_writer import other_writer
 from tests.support.rollouts import Rollouts, make_rollouts, open_rollouts
@@ -284,8 +285,9 @@ def test_a_look_is_one_transaction_however_much_it_finds(rollouts: Rollouts, pat
     assert source._database is not None
     assert source._database._connection is not None
     source._database._connection.set_trace_callback(statements.append)
-    assert len(source.look(NOTHING).candidates) == 100
+    assert len(source.look(NOTHING, {ids[0]: rollouts.env_id(ids[0])}, ids[0]).candidates) == 100
     assert statements.count("BEGIN") == 1
+    assert sum("SELECT e.id, e.env_id FROM" in statement for statement in statements) == 1
 
 
 @pytest.fixture
@@ -453,6 +455,53 @@ def test_more_than_one_transaction_may_read_is_read_in_several(
     assert ids_of(source.look(NOTHING)) == ids[5:]
     assert source.look(NOTHING) == Look()
     assert source.running == 5
+
+
+def test_a_look_of_several_transactions_is_verified_by_the_last(
+    rollouts: Rollouts, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = rollouts.register(9)
+    source = opened(path)
+    reconciled(source)
+    for environment in ids:
+        rollouts.complete(environment)
+    monkeypatch.setattr("spoold.sources.sqlite_news.SLICE", 4)
+    read_on = News.read_on
+
+    def then_deleted(news: News, *wanted: Any) -> bool:
+        was_all = read_on(news, *wanted)
+        if not was_all:
+            rollouts.db.execute("DELETE FROM job_environments WHERE id = 1")
+        return was_all
+
+    monkeypatch.setattr(News, "read_on", then_deleted)
+    look = source.look(NOTHING, {1: rollouts.env_id(1)}, 1)
+    assert look.deleted == (1,)
+
+
+def test_a_database_that_goes_back_while_a_look_is_under_way_is_looked_at_anew(
+    rollouts: Rollouts, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = rollouts.register(9)
+    source = opened(path)
+    reconciled(source)
+    for environment in ids:
+        rollouts.complete(environment)
+    monkeypatch.setattr("spoold.sources.sqlite_news.SLICE", 4)
+    read_on = News.read_on
+
+    def then_went_back(news: News, *wanted: Any) -> bool:
+        was_all = read_on(news, *wanted)
+        with rollouts.together():
+            for table in ("job_environments", "session_steps", "sqlite_sequence"):
+                rollouts.db.execute(f"DELETE FROM {table}")
+        rollouts.complete(*rollouts.register())
+        monkeypatch.undo()
+        return was_all
+
+    monkeypatch.setattr(News, "read_on", then_went_back)
+    assert source.look(NOTHING) == Look(went_back=True)
+    assert ids_of(reconciled(source)) == [1]
 
 
 # ---- rows ---------------------------------------------------------------------------------------

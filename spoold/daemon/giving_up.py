@@ -21,6 +21,8 @@ __all__ = ["give_up_groups", "give_up_missing_rows"]
 def give_up_missing_rows(delivery: Delivery, source: Source, overdue: Overdue, now: float) -> None:
     """Note what is finished and has had no usable row for `missing_row_seconds`."""
     due = overdue.due(now)
+    if not due:
+        return
     overdue.drop(due)
     # One whose row turned up in between waits for its group, or for its reward. Who was deleted in
     # between is only known when it is read.
@@ -34,7 +36,8 @@ def give_up_missing_rows(delivery: Delivery, source: Source, overdue: Overdue, n
 def give_up_groups(delivery: Delivery, source: Source, now: float) -> None:
     """Reject what there is of groups that are to be, where there is something of them."""
     plan = delivery.plan
-    _leave_out(delivery, plan.unread(now - delivery.settings.rescan_seconds))
+    if unread := plan.unread(now - delivery.settings.rescan_seconds):
+        _leave_out(delivery, unread)
     for group in plan.give_up(now):
         for environment in _leave_out(delivery, tuple(group.complete)):
             what = f"its group {group.key} is not whole"

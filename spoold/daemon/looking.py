@@ -230,11 +230,12 @@ class Looking:
         if self._is_news or self.source.changed():
             self._is_news = False
             began = time.monotonic()
-            look = self.source.look(inventory.skip)
-            self.durations.add(time.monotonic() - began)
-            # RACE: after the look, so that what it has seen is what is verified. Where it is not
+            # RACE: with the look, so that what it has seen is what is verified. Where it is not
             # taken in, a reconcile comes.
-            self._verify(inventory.latest(), inventory)
+            highest = inventory.highest_environment
+            look = self.source.look(inventory.skip, inventory.latest(), highest)
+            self.durations.add(time.monotonic() - began)
+            self._note_deleted(BitMap64(look.deleted), inventory)
             if inventory.undelivered and not look.went_back:
                 return
             self._peeks = iter(self.source.peek_seconds)
@@ -301,11 +302,14 @@ class Looking:
             self._conditions.begin("first-look", detail, now=now)
 
     def _verify(self, remembered: Mapping[int, str], inventory: Inventory) -> None:
+        deleted = self.source.verify(remembered, inventory.highest_environment)
+        self._note_deleted(deleted, inventory)
+
+    def _note_deleted(self, deleted: BitMap64, inventory: Inventory) -> None:
         known = self._gone or BitMap64()
-        gone = self.source.verify(remembered, inventory.highest_environment) - known
-        if gone:
+        if deleted - known:
             # The rows of a job were deleted, and may be written anew: its groups are new ones then.
-            self._gone = known | gone
+            self._gone = known | deleted
             inventory.undelivered = True
 
     def _begin(self, inventory: Inventory, now: float, *, with_groups: bool) -> None:

@@ -103,11 +103,15 @@ class Source(Protocol):
     def moved(self) -> bool:
         """Whether the database is another file than the one that is open: close and open then."""
 
-    def look(self, skip: BitMap64) -> Look:
+    def look(
+        self, skip: BitMap64, remembered: Mapping[int, str] | None = None, highest: int = 0
+    ) -> Look:
         """Look at what is new. Costs as much as there are new step rows and running environments.
 
         A candidate is offered once; again only when new step rows of it come, or by a reconcile.
         Where `more_after` is set it was not complete: one that comes then is.
+
+        With `remembered` it makes sure of what it has seen as `verify` does, and raises the same.
         """
 
     def reconcile(self, skip: BitMap64) -> Iterator[Look]:

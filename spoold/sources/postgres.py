@@ -254,8 +254,10 @@ class PostgresSource:
         (((stamp,),),) = self._ask("stamp")
         return None if stamp is None else str(stamp, "ascii")
 
-    def look(self, skip: BitMap64) -> Look:
-        """Look at new step rows, and at the environments that are running."""
+    def look(
+        self, skip: BitMap64, remembered: Mapping[int, str] | None = None, highest: int = 0
+    ) -> Look:
+        """Look at new step rows, and at the environments that are running; verify."""
         assert self._facts is not None
         touched, late = BitMap64(), BitMap64()
         ended: dict[int, Candidate] = {}
@@ -297,7 +299,14 @@ class PostgresSource:
         self._facts, self._seen = first, first.stamp
         self._is_moving = bool(touched or candidates)
         self._find_holders(first)
-        return Look(candidates=tuple(candidates), late=tuple(late), missing=self._watched.tell())
+        # RACE: after all else, so that what was seen is what is verified.
+        deleted = () if remembered is None else self.verify(remembered, highest)
+        return Look(
+            candidates=tuple(candidates),
+            late=tuple(late),
+            missing=self._watched.tell(),
+            deleted=tuple(deleted),
+        )
 
     def _sort_in(
         self,

@@ -29,13 +29,19 @@ from pyroaring import BitMap64
 from spoold.errors import SourceSchemaError, SourceUnavailable
 from spoold.model import Advice, Candidate, Look, ReadyWhen, Rows, Samples
 from spoold.policy import WHOLE, Shard
-from spoold.sources.identity import verified
 from spoold.sources.share import Share
-from spoold.sources.sqlite_facts import Heights, be_the_same, env_ids_of, heights_of, job_of
+from spoold.sources.sqlite_facts import (
+    Heights,
+    be_the_same,
+    deleted_of,
+    env_ids_of,
+    heights_of,
+    job_of,
+)
 from spoold.sources.sqlite_news import SLICE, News
 from spoold.sources.sqlite_open import Database, FileId, Held, Stamp, connect, file_id, real_path
 from spoold.sources.sqlite_rows import MAX_TRANSACTION_SECONDS, RowReader
-from spoold.sources.sqlite_schema import OWNS, Schema, read_schema
+from spoold.sources.sqlite_schema import OWNS, Schema, first_schema, in_migration, read_schema
 from spoold.sources.watched import Found, Row, Watched, group_of
 
 __all__ = ["SqliteSource"]
@@ -47,8 +53,6 @@ _SLICE_SECONDS: Final = 1.0
 # for the next commit, which mostly comes while the batch is written. Nothing spoke for them: later.
 _MORE_SECONDS: Final = 0.01
 _UNASKED_SECONDS: Final = 2.0
-_TABLES_TRIES: Final = 10
-_TABLES_PAUSE_SECONDS: Final = 0.05
 
 
 class SqliteSource:
@@ -164,7 +168,7 @@ class SqliteSource:
         except SourceSchemaError as error:
             if self._schema is None:
                 raise
-            raise _in_migration(error) from error
+            raise in_migration(error) from error
         self._database = database
         self._file, self._wal = database.id, database.wal
         self._looked = self._seen = self._verified = self._commits = None
@@ -179,7 +183,7 @@ class SqliteSource:
             raise self._another_file()  # RACE: just now, and its -wal may be that of the old one
         if not self._share.is_whole:
             database.define(OWNS, lambda *facts: self._share.owns(*facts))
-        schema = self._read_schema(database)
+        schema = first_schema(database, self._path, is_whole=self._share.is_whole)
         wanted = self._wanted_job if is_new else self.job or self._wanted_job
         with database.transaction() as connection:
             job = job_of(connection, schema, self._path, wanted=wanted, known=self._known_job)
@@ -209,19 +213,6 @@ class SqliteSource:
         self._watched = Watched(self._clock())
         self._share = Share(self._share.shard, job=self.job)
 
-    def _read_schema(self, database: Database) -> Schema:
-        """Read the schema, giving a writer that makes its tables one by one a moment."""
-        tries = 0
-        while True:
-            tries += 1
-            with database.transaction() as connection:
-                try:
-                    return read_schema(connection, self._path, is_whole=self._share.is_whole)
-                except SourceSchemaError:
-                    if tries == _TABLES_TRIES:
-                        raise
-            time.sleep(_TABLES_PAUSE_SECONDS)
-
     def _connected(self) -> Database:
         """Return the connection, a new one where the last call failed."""
         if self._database is None or not self._database.is_open:
@@ -243,7 +234,7 @@ class SqliteSource:
                     )
                 yield connection, self._schema
         except SourceSchemaError as error:
-            raise _in_migration(error) from error
+            raise in_migration(error) from error
 
     # ---- looking -------------------------------------------------------------------------------
 
@@ -278,8 +269,10 @@ class SqliteSource:
         """Whether the path names another file than the one that is open, or none."""
         return self._file is not None and file_id(self._path) != self._file
 
-    def look(self, skip: BitMap64) -> Look:
-        """Look at new step rows, and at the environments that are running."""
+    def look(
+        self, skip: BitMap64, remembered: Mapping[int, str] | None = None, highest: int = 0
+    ) -> Look:
+        """Look at new step rows, and at the environments that are running; verify."""
         # Before anything is read: what is committed from here on makes another look.
         database = self._connected()
         if self._went_back:
@@ -287,22 +280,29 @@ class SqliteSource:
             return Look(went_back=True)
         stamp, commits, now = database.stamp(), database.commits(), self._clock()
         assert self._heights is not None
-        # Mostly one transaction; where there is more than one may read, others follow.
-        with self._transaction() as (connection, schema):
-            heights = heights_of(connection, schema, self._heights)
-            went_back = heights.went_back(self._heights)
-            if database.commits() != commits:
-                commits = None  # nobody knows how many of them are in what is read
-            news = self._news(commits, skip, now)
-            if not went_back:
-                news.read_on(connection, schema, heights.steps, now)
-        while not (went_back or news.is_ended):
+        news: News | None = None
+        deleted = BitMap64()
+        while True:  # mostly once; where there is more than one transaction may read, others follow
             with self._transaction() as (connection, schema):
-                news.read_on(connection, schema, heights.steps, self._clock())
-        if went_back:
+                heights = heights_of(connection, schema, self._heights)
+                if went_back := heights.went_back(self._heights):
+                    break
+                if news is None:
+                    if database.commits() != commits:
+                        commits = None  # nobody knows how many of them are in what is read
+                    news = self._news(commits, skip, heights.steps, now)
+                if news.read_on(connection, schema, self._clock()):
+                    # RACE: in the last of them, so that what was seen is what is verified.
+                    if remembered is not None:
+                        state = connection, schema, heights
+                        deleted = deleted_of(self._path, *state, remembered, highest)
+                    break
+        if went_back or news is None:
             self._start_over(heights)
             self._looked = self._seen = None
             return Look(went_back=True)
+        if remembered is not None:
+            self._verified = stamp
         self._watched.offer(candidate.id for candidate in news.candidates)
         self._heights = heights
         self._highest_step = max(self._highest_step, heights.steps)
@@ -315,6 +315,7 @@ class SqliteSource:
             late=tuple(news.late),
             missing=self._watched.tell(),
             more_after=self._more_after(news, now),
+            deleted=tuple(deleted),
         )
 
     def _more_after(self, news: News, now: float) -> float | None:
@@ -328,7 +329,7 @@ class SqliteSource:
             self._unasked_since = now
         return max(0.0, self._unasked_since + _UNASKED_SECONDS - now)
 
-    def _news(self, commits: int | None, skip: BitMap64, now: float) -> News:
+    def _news(self, commits: int | None, skip: BitMap64, upto: int, now: float) -> News:
         number = None if commits is None or self._commits is None else commits - self._commits
         everyone = self._asks_everyone
         if self._unasked_since is not None:
@@ -336,6 +337,7 @@ class SqliteSource:
         return News(
             self._watched,
             above=self._highest_step,
+            upto=upto,
             job=self.job,
             needs_finished=self.ready_when is ReadyWhen.FINISHED,
             everyone=everyone,
@@ -468,15 +470,7 @@ class SqliteSource:
         stamp = self._connected().stamp()
         with self._transaction() as (connection, schema):
             heights = heights_of(connection, schema, self._heights)
-            if not heights.environments:
-                raise SourceUnavailable(
-                    f"{self._path} has no environments yet", hint="spoold waits for them"
-                )
-            found = env_ids_of(connection, schema, remembered)
-        given = heights.environments_given if schema.has_sequence else None
-        gone = verified(
-            self._path, remembered=remembered, found=found, highest=highest, given=given
-        )
+            gone = deleted_of(self._path, connection, schema, heights, remembered, highest)
         be_the_same(self._path, heights, self._heights)
         self._verified = stamp
         return gone
@@ -493,8 +487,3 @@ class SqliteSource:
             found = env_ids_of(connection, schema, ids)
         be_the_same(self._path, heights, self._heights)
         return found
-
-
-def _in_migration(error: SourceSchemaError) -> SourceUnavailable:
-    """Return the error to raise of a database that was one: it may be migrated, or be copied."""
-    return SourceUnavailable(error.message, hint=f"waits out a migration; else {error.hint}")

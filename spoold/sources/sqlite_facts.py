@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from pyroaring import BitMap64
+
 from spoold.errors import SourceUnavailable
+from spoold.sources.identity import verified
 from spoold.sources.jobs import JOBS_SHOWN, pick_job
 from spoold.sources.sqlite_schema import Schema
 
-__all__ = ["Heights", "be_the_same", "env_ids_of", "heights_of", "job_of"]
+__all__ = ["Heights", "be_the_same", "deleted_of", "env_ids_of", "heights_of", "job_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,8 @@ class Heights:
         return (
             self.environments_given < before.environments_given
             or self.steps_given < before.steps_given
-            or any(
-                now is not None and now != was
-                for now, was in zip(self.there, before.top, strict=True)
-            )
+            or (self.there[0] is not None and self.there[0] != before.top[0])
+            or (self.there[1] is not None and self.there[1] != before.top[1])
         )
 
 
@@ -59,6 +60,22 @@ def be_the_same(path: str, heights: Heights, before: Heights | None) -> None:
     """Raise SourceUnavailable where the rows are not those of before."""
     if before is not None and heights.went_back(before):
         raise SourceUnavailable(f"{path} went back to an older state", hint="spoold opens it anew")
+
+
+def deleted_of(
+    path: str,
+    connection: sqlite3.Connection,
+    schema: Schema,
+    heights: Heights,
+    remembered: Mapping[int, str],
+    highest: int,
+) -> BitMap64:
+    """Return whose row of `remembered` is gone; raises as `Source.verify`. In a transaction."""
+    if not heights.environments:
+        raise SourceUnavailable(f"{path} has no environments yet", hint="spoold waits for them")
+    found = env_ids_of(connection, schema, remembered)
+    given = heights.environments_given if schema.has_sequence else None
+    return verified(path, remembered=remembered, found=found, highest=highest, given=given)
 
 
 def env_ids_of(

@@ -22,11 +22,11 @@ _TIMES_MORE: Final = 4
 
 
 class News:
-    """What one look has found so far. `above`: up to which step row it has come.
+    """What one look has found so far, among the step rows from `above` up to `upto`.
 
-    `candidates` passed the gate, `late` are environments in `skip` that got new rows. `is_ended`
-    when nothing is left to read; before that only `watched` knows more than it did, and nothing
-    wrong. `more` where not all that run were asked: a later look has to ask `everyone`.
+    `candidates` passed the gate, `late` are environments in `skip` that got new rows. Before all is
+    read only `watched` knows more than it did, and nothing wrong. `more` where not all that run
+    were asked: a later look has to ask `everyone`.
 
     `is_one_commit`: that is all that came since the last look. A writer writes rows, or marks one
     environment as finished, and not both at once: where either was found that was it
@@ -38,18 +38,19 @@ class News:
         watched: Watched,
         *,
         above: int,
+        upto: int,
         job: str,
         needs_finished: bool,
         everyone: bool,
         is_one_commit: bool,
         skip: BitMap64,
     ) -> None:
-        self.above = above
         self.candidates: list[Candidate] = []
         self.late = BitMap64()
-        self.is_ended = False
         self.more = False
         self.is_explained = False
+        self._above = above
+        self._upto = upto
         self._is_one_commit = is_one_commit
         self._watched = watched
         self._job = job
@@ -60,20 +61,17 @@ class News:
         self._ended: dict[int, Candidate] = {}
         self._to_ask: list[int] | None = None
 
-    def read_on(
-        self, connection: sqlite3.Connection, schema: Schema, upto: int, now: float
-    ) -> None:
-        """Read as much as one transaction may, of the step rows up to an id first."""
-        if self.above < upto:
-            self._read_rows(connection, schema, upto)
-            if self.above < upto:
-                return
+    def read_on(self, connection: sqlite3.Connection, schema: Schema, now: float) -> bool:
+        """Read as much as one transaction may, step rows first. Returns whether that was all."""
+        if self._above < self._upto:
+            self._read_rows(connection, schema)
+            if self._above < self._upto:
+                return False
         if self._to_ask is None:
             self._watched.got_rows(self._touched, now)
             if not self._needs_finished:
                 self.candidates = [self._ended[one] for one in sorted(self._ended)]
-                self.is_ended = True
-                return
+                return True
             running = self._watched.active(self._skip)
             likely = self._watched.lately - self._skip
             if likely and not self._everyone and len(running) > _TIMES_MORE * len(likely):
@@ -82,12 +80,12 @@ class News:
                 found = len(self.candidates) + bool(self._touched)
                 self.is_explained = self._is_one_commit and found == 1
                 if self.candidates or self.is_explained:
-                    self.more = self.is_ended = True
-                    return
+                    self.more = True
+                    return True
             self._to_ask = list(running)
         ids, self._to_ask = self._to_ask[:SLICE], self._to_ask[SLICE:]
         self._ask(connection, schema, ids)
-        self.is_ended = not self._to_ask
+        return not self._to_ask
 
     def _ask(self, connection: sqlite3.Connection, schema: Schema, ids: list[int]) -> None:
         # With a thousand running `str(ids)` would be a quarter of the whole look.
@@ -95,10 +93,10 @@ class News:
         rows = connection.execute(schema.finished_among, values)
         self.candidates += [Candidate(environment, group_of(group)) for environment, group in rows]
 
-    def _read_rows(self, connection: sqlite3.Connection, schema: Schema, upto: int) -> None:
-        began = time.monotonic()
+    def _read_rows(self, connection: sqlite3.Connection, schema: Schema) -> None:
+        began, upto = time.monotonic(), self._upto
         query = schema.new_rows if self._needs_finished else schema.new_rows_flagged
-        values = {"above": self.above, "upto": upto, "job": self._job}
+        values = {"above": self._above, "upto": upto, "job": self._job}
         cursor = connection.execute(schema.mine(query), values)
         for number, (pk, environment, group, is_alive, has_ended) in enumerate(cursor, 1):
             if environment in self._skip:
@@ -113,4 +111,4 @@ class News:
                 break
         # A cursor that is not at its end keeps the transaction alive.
         cursor.close()
-        self.above = upto
+        self._above = upto

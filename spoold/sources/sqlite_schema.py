@@ -13,16 +13,22 @@ Before them a source of one shard asks whose an environment is, by an SQL functi
 from __future__ import annotations
 
 import sqlite3
+import time
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from spoold.errors import SourceSchemaError, SourceUnavailable
 
-__all__ = ["OWNS", "Schema", "read_schema"]
+if TYPE_CHECKING:
+    from spoold.sources.sqlite_open import Database
+
+__all__ = ["OWNS", "Schema", "first_schema", "in_migration", "read_schema"]
 
 OWNS: Final = "spoold_owns"
 """SQL function of (id, group id, env id): whether an environment belongs to the shard."""
 
+_TRIES: Final = 10
+_PAUSE_SECONDS: Final = 0.05
 _ENVIRONMENTS: Final = "job_environments"
 _STEPS: Final = "session_steps"
 _ENVIRONMENT_COLUMNS: Final = (
@@ -197,6 +203,25 @@ def read_schema(connection: sqlite3.Connection, path: str, *, is_whole: bool) ->
         has_sequence=bool(_columns(connection, "sqlite_sequence")),
         is_whole=is_whole,
     )
+
+
+def first_schema(database: Database, path: str, *, is_whole: bool) -> Schema:
+    """Read the schema, giving a writer that makes its tables one by one a moment."""
+    tries = 0
+    while True:
+        tries += 1
+        with database.transaction() as connection:
+            try:
+                return read_schema(connection, path, is_whole=is_whole)
+            except SourceSchemaError:
+                if tries == _TRIES:
+                    raise
+        time.sleep(_PAUSE_SECONDS)
+
+
+def in_migration(error: SourceSchemaError) -> SourceUnavailable:
+    """Return the error to raise of a database that was one: it may be migrated, or be copied."""
+    return SourceUnavailable(error.message, hint=f"waits out a migration; else {error.hint}")
 
 
 def _lacks(path: str, table: str, missing: str) -> SourceSchemaError:
