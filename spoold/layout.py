@@ -44,6 +44,7 @@ __all__ = [
     "MAX_ATTEMPTS_FOLDER",
     "MOVES",
     "STALE",
+    "TOPS",
     "WHOLE",
     "BatchName",
     "Move",
@@ -232,6 +233,10 @@ class Place(NamedTuple):
     def step(self) -> int | None:
         """The trainer step that batches here were acknowledged with."""
         return parse_step_folder(self.folder) if self.state is State.ACKED else None
+
+
+TOPS: Final = {state: Place(state) for state in State}
+"""The place of each state's directory itself, in the order of the states."""
 
 
 _RANK: Final = {State.ACKED: 3, State.INFLIGHT: 2, State.REJECTED: 1, State.PENDING: 0}

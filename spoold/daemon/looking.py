@@ -267,7 +267,7 @@ class Looking:
     def _pass_on_advice(self, now: float) -> None:
         """Say what the source would have a person do, and no more what it no longer says."""
         advice = {one.code: one for one in reversed(self.source.advice())}
-        self._conditions.end(*(code for code in ADVICE if code not in advice), now=now)
+        self._conditions.end(*[code for code in ADVICE if code not in advice], now=now)
         for code, one in advice.items():
             self._conditions.begin(code, one.detail, one.remedy, now=now)
 

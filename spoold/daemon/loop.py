@@ -283,7 +283,7 @@ class Daemon:
             if self.looking.is_open:
                 dues += [self.plan.due_at(), self._overdue.due_at()]
                 dues += [now] if self.inventory.undelivered else []
-        return min(due for due in dues if due is not None)
+        return min([due for due in dues if due is not None])
 
     def _is_unsettled(self) -> bool:
         # What cannot be read is tried again at every scan, not at once.

@@ -16,6 +16,9 @@ __all__ = ["ClockWatch", "TurnedAway", "note_spool"]
 STALE_IN_A_ROW: Final = 3
 JUMP_SECONDS: Final = 5.0
 SHOWN_SECONDS: Final = 600.0
+_CORRUPT: Final = Place(State.REJECTED, CORRUPT)
+_DUPLICATE: Final = Place(State.REJECTED, DUPLICATE)
+_INFLIGHT: Final = Place(State.INFLIGHT)
 
 
 def note_spool(
@@ -28,9 +31,9 @@ def note_spool(
         "consumer-gone": "; ".join(
             f"{name} holds {_counted(batches)}" for name, batches in sorted(gone.items())
         ),
-        "corrupt-batch": _lying(inventory, Place(State.REJECTED, CORRUPT)),
-        "duplicates": _lying(inventory, Place(State.REJECTED, DUPLICATE)),
-        "claimed-by-hand": _lying(inventory, Place(State.INFLIGHT)),
+        "corrupt-batch": _lying(inventory, _CORRUPT),
+        "duplicates": _lying(inventory, _DUPLICATE),
+        "claimed-by-hand": _lying(inventory, _INFLIGHT),
         "all-stale": f"the last {_counted(stale)}" if stale >= STALE_IN_A_ROW else "",
         "unknown-files": f"{len(unknown)}, such as {shown(min(unknown))}" if unknown else "",
         "many-notes": f"{inventory.note_count}" if inventory.note_count > MANY_NOTES else "",
@@ -38,7 +41,7 @@ def note_spool(
     for code, detail in facts.items():
         if detail:
             conditions.begin(code, detail, now=now)
-    conditions.end(*(code for code, detail in facts.items() if not detail), now=now)
+    conditions.end(*[code for code, detail in facts.items() if not detail], now=now)
 
 
 def _counted(batches: int) -> str:

@@ -25,12 +25,12 @@ __all__ = ["Report"]
 
 log = logging.getLogger("spoold.daemon")
 
-STATUS_SECONDS: Final = 1.0
+STATUS_SECONDS: Final = 2.0
 HEARTBEAT_SECONDS: Final = 30.0
 
 
 class Report:
-    """Writes status.json when something in it changed, at most once a second.
+    """Writes status.json when something in it changed, at most every two seconds.
 
     When nothing changes it is written twice a minute, so that silence means something. `sentence`
     says the same in one line, for the service manager: the first reason of status in full, then the
@@ -96,7 +96,7 @@ class Report:
     def write(self, state: str, looking: Looking, delivery: Delivery, now: float) -> None:
         """Write a report. One that cannot be written is left out: the next one tells more.
 
-        While the file system is read-only that is tried again every second.
+        While the file system is read-only that is tried again each time.
         """
         self._is_old = False
         self._write_at = now + STATUS_SECONDS

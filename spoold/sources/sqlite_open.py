@@ -124,9 +124,12 @@ def connect(path: str, *, has_stale_wal: bool = False) -> Database:
     SourceSchemaError for what is no file.
     """
     path = real_path(path)
-    facts = _stat(path)
-    if facts is None:
-        raise SourceUnavailable(f"no database at {path} yet", hint=_TRIES_AGAIN)
+    try:
+        facts = os.stat(path)
+    except FileNotFoundError as error:
+        raise SourceUnavailable(f"no database at {path} yet", hint=_TRIES_AGAIN) from error
+    except OSError as error:
+        raise _os_failed(path, error) from error
     if not stat.S_ISREG(facts.st_mode):
         what = "a folder" if stat.S_ISDIR(facts.st_mode) else "no regular file"
         raise SourceSchemaError(f"{path} is {what}", hint="name the database file itself")
@@ -163,8 +166,8 @@ def _connect_as_guest(path: str) -> Database:
             raise SourceUnavailable(f"cannot read {path}: {text}", hint=hint) from error
         if os.pread(guard, 2, 18) != _WAL_FORMAT:
             return Database(path)
-        has_shm = _stat(path + "-shm") is not None
-        if _stat(path + "-wal") is None:
+        has_shm = _facts(path + "-shm") is not None
+        if _facts(path + "-wal") is None:
             return Database(path, immutable=True)
         if not has_shm:
             raise SourceUnavailable(
@@ -181,13 +184,14 @@ def _connect_as_guest(path: str) -> Database:
 
 
 class Database:
-    """An open connection. Not for several threads."""
+    """An open connection. Not for several threads. `is_open`: whether it can still be used."""
 
     def __init__(self, path: str, *, immutable: bool = False, guard: int = -1) -> None:
         self.path = path
         self.immutable = immutable
         self._guard = guard
         self._shm = -1
+        self.is_open = False
         self._connection: sqlite3.Connection | None = None
         self._facts = _facts(path)
         self.id: FileId | None = None
@@ -209,18 +213,15 @@ class Database:
         except BaseException:
             self.close()
             raise
+        self.is_open = True
         # In another mode what lies there is of one that was killed, and says nothing any more.
         if not immutable and mode == b"wal":
             with contextlib.suppress(OSError):
                 self._shm = os.open(path + "-shm", os.O_RDONLY | os.O_CLOEXEC)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it can still be used."""
-        return self._connection is not None
-
     def close(self) -> None:
         """Disconnect; fine when that was done."""
+        self.is_open = False
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -307,24 +308,25 @@ class Database:
         what they commit would never be seen.
         """
         wal = _facts(self.path + "-wal")
-        self._must_be(self.wal.id if self.wal is not None else None, wal, "-wal")
+        # One that is merely missing: whoever has it open may well go on with it.
+        if wal is not None and self.wal is not None and wal[:2] != self.wal.id:
+            raise self._another("-wal")
         if self._shm >= 0:
-            own = os.fstat(self._shm)
-            self._must_be((own.st_dev, own.st_ino), _facts(self.path + "-shm"), "-shm")
+            own, shm = os.fstat(self._shm), _facts(self.path + "-shm")
+            if shm is not None and shm[:2] != (own.st_dev, own.st_ino):
+                raise self._another("-shm")
         # Not the version, where it can be helped: that takes SQLite locks and a page of the -wal.
         return Stamp(self._header() or self.version(), _facts(self.path), wal)
 
-    def _must_be(self, own: FileId | None, found: Facts | None, suffix: str) -> None:
-        # One that is merely missing: whoever has it open may well go on with it.
-        if own is not None and found is not None and found[:2] != own:
-            self.close()
-            raise SourceUnavailable(
-                f"{self.path}{suffix} was removed, and there is another one", hint=_TRIES_AGAIN
-            )
+    def _another(self, suffix: str) -> SourceUnavailable:
+        self.close()
+        return SourceUnavailable(
+            f"{self.path}{suffix} was removed, and there is another one", hint=_TRIES_AGAIN
+        )
 
     def _believe(self) -> None:
         """Raise SourceUnavailable where a file opened as immutable was not."""
-        if _facts(self.path) != self._facts or _stat(self.path + "-wal") is not None:
+        if _facts(self.path) != self._facts or _facts(self.path + "-wal") is not None:
             raise SourceUnavailable(
                 f"{self.path} was written to while it was read", hint=_TRIES_AGAIN
             )
@@ -353,8 +355,8 @@ class Database:
 
 def file_id(path: str) -> FileId | None:
     """Return (device, inode), None where there is no file. Raises SourceUnavailable."""
-    facts = _stat(path)
-    return None if facts is None else (facts.st_dev, facts.st_ino)
+    facts = _facts(path)
+    return None if facts is None else facts[:2]
 
 
 def _held(path: str) -> Held | None:
@@ -367,19 +369,13 @@ def _held(path: str) -> Held | None:
 
 
 def _facts(path: str) -> Facts | None:
-    facts = _stat(path)
-    if facts is None:
-        return None
-    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
-
-
-def _stat(path: str) -> os.stat_result | None:
     try:
-        return os.stat(path)
+        facts = os.stat(path)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise _os_failed(path, error) from error
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 def _os_failed(path: str, error: OSError) -> SourceUnavailable:

@@ -18,14 +18,23 @@ from typing import Final
 
 from spoold import fs
 from spoold.errors import SpoolWriteError
-from spoold.layout import LOCK_NAME, NoteName, Place, RunDir, State, batch_id_of, plain_name
+from spoold.layout import (
+    LOCK_NAME,
+    TOPS,
+    NoteName,
+    Place,
+    RunDir,
+    State,
+    batch_id_of,
+    plain_name,
+)
 
 __all__ = ["Pass", "Shelf", "Shelves"]
 
 # A folder whose mtime is this young at its listing may change again without showing it: the
 # kernel's clock for mtimes ticks every few milliseconds.
 RACY_NS: Final = 100_000_000
-REJECTED: Final = Place(State.REJECTED)
+REJECTED: Final = TOPS[State.REJECTED]
 PROBE_PREFIX: Final = ".probe-"
 # From so many names on, a pass goes by hints where there are any.
 MANY_NAMES: Final = 10_000
@@ -84,7 +93,7 @@ class Shelves:
 
     def of(self, state: State) -> Iterator[Shelf]:
         """Yield the folders of a state as they were last listed."""
-        top = self.by_place.get(Place(state))
+        top = self.by_place.get(TOPS[state])
         if top is not None:
             yield top
             yield from (self.by_place[Place(state, name)] for name in top.folders)
@@ -171,7 +180,7 @@ class Shelves:
             hinted = _by_folder(moved)
         else:
             self._relist_at = now + self.relist_seconds
-        for state in State:
+        for state in TOPS:
             if hinted is not None and state in self._many:
                 self._go_by_hints(state, hinted, this)
             else:
@@ -189,7 +198,7 @@ class Shelves:
         return this
 
     def _go_through_all(self, state: State, this: Pass, everything: bool) -> None:
-        place = Place(state)
+        place = TOPS[state]
         before = set(self.by_place[place].folders) if place in self.by_place else set()
         top = self._look_at(place, this, everything)
         self._forget(state, before - top.folders, this)
@@ -204,7 +213,7 @@ class Shelves:
     def _go_by_hints(self, state: State, hinted: dict[str, set[str]], this: Pass) -> None:
         """Look only at what hints named: names directly in the state's folder, folders in it."""
         this.by_hints, this.still = True, False
-        top = self.by_place[Place(state)]
+        top = self.by_place[TOPS[state]]
         path = self.run.of(top.place)
         names = hinted.get(path, set())
         before = top.folders & names
