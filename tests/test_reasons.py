@@ -19,8 +19,7 @@ from spoold.daemon.outage import Outage
 from spoold.errors import SourceSchemaError, SpoolLocked
 from spoold.layout import RunDir
 from spoold.reasons import REASONS, SEVERE, Urgency, say
-from spoold.spool import health, setup
-from spoold.spool.shelves import Shelves
+from spoold.spool import health, setup, shelves
 from tests.support.batches import tree
 from tests.support.commands import spoold
 from tests.support.daemons import Clock, Running, mv, running, start
@@ -384,7 +383,7 @@ def test_batches_that_move_while_the_daemon_starts_are_waited_for(
         before.go()
     complete(rollouts)
     # Each pass finds that a folder changed while it went through them.
-    monkeypatch.setattr(Shelves, "_mtime_ns", lambda *_: -1)
+    monkeypatch.setattr(shelves, "_is_unchanged", lambda _: False)
     stage = Stage(tmp_path, capsys, caplog)
     stage.it.daemon.step()
     stage.clock.now += 1.1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from typing import Final
 
 from pyroaring import BitMap64
@@ -22,11 +22,12 @@ from spoold.daemon.conditions import Conditions, words_of
 from spoold.daemon.delivery import Delivery
 from spoold.daemon.giving_up import give_up_groups, give_up_missing_rows
 from spoold.daemon.looking import Looking
-from spoold.daemon.notices import ClockWatch, TurnedAway, note_spool
+from spoold.daemon.notices import ClockWatch, LateRows, TurnedAway, note_spool
 from spoold.daemon.outage import Outage
 from spoold.daemon.report import Report
 from spoold.daemon.requeue import Requeue
 from spoold.daemon.retention import Retention
+from spoold.daemon.stillness import Stillness
 from spoold.daemon.waiting import unknown_groups
 from spoold.errors import (
     SourceReplaced,
@@ -72,7 +73,7 @@ class Daemon:
         self._moved: set[str] | None = None
         self._outage = Outage(self.conditions)
         self._overdue = Overdue(seconds=settings.missing_row_seconds)
-        self._told_late = BitMap64()
+        self._late_rows = LateRows()
         self.report = Report(settings, self.conditions, wall)
         self._is_unknown = False
         self._clock_watch = ClockWatch(wall=wall(), now=clock())
@@ -118,6 +119,7 @@ class Daemon:
             wall=self.wall,
             source=lambda: self.looking.source,
         )
+        self._still = Stillness(self.delivery, self.looking, self._requeue, lock)
         if newest is not None:
             self.delivery.counts.latest_note = LatestNote(
                 environment=newest.environment, reason=newest.reason, file=newest.file_name
@@ -211,6 +213,9 @@ class Daemon:
         now = self.clock()
         if now < self._due_at and self.looking.is_quiet(now):
             return self._pause(now)
+        if self._moved == set() and self._still.holds(now):
+            self._due_at = min(now + self.settings.scan_seconds, self._still.until)
+            return self._pause(now)
         self._clock_watch.look(self.conditions, wall=self.wall(), now=now)
         try:
             self._step(now)
@@ -218,13 +223,15 @@ class Daemon:
                 self._outage.over(now)
         except SpoolWriteError as error:
             self._write_failed(error, now)
-        state = "held" if self._is_held() else "delivering" if len(self.plan) else "waiting"
+        is_held = self._is_held()
+        state = "held" if is_held else "delivering" if len(self.plan) else "waiting"
         self.report.tell(state, self.looking, self.delivery, now)
         if (read_only := self.report.new_read_only()) is not None:
             # Nothing could be delivered: a daemon that has nothing to deliver says so, too.
             self._write_failed(read_only, now)
         now = self.clock()
         self._due_at = self._next_due(now)
+        self._still.note(self.report.due_at(), is_busy=is_held or bool(len(self._overdue)))
         return self._pause(now)
 
     def _pause(self, now: float) -> float:
@@ -373,7 +380,7 @@ class Daemon:
     def _forget_found(self) -> None:
         """Forget all that is known by its id and was not published: ids mean others now."""
         self.delivery.start_over(self.inventory, self._new_plan())
-        self._told_late.clear()
+        self._late_rows = LateRows()
         self._overdue = Overdue(seconds=self.settings.missing_row_seconds)
 
     def _take(self, look: Look, now: float) -> None:
@@ -397,19 +404,7 @@ class Daemon:
         noted = self.inventory.missing_row_notes
         self._overdue.seen((one for one in look.missing if one not in noted), now)
         self.plan.registered(look.asked, look.registered)
-        self._tell_late(look.late)
-
-    def _tell_late(self, environments: Iterable[int]) -> None:
-        """Say once of each environment that its new rows are not looked at."""
-        for environment in environments:
-            if environment in self._told_late:
-                continue
-            self._told_late.add(environment)
-            if environment in self.inventory.set_aside:
-                said = "new rows of what is set aside are not looked at until its note is removed"
-            else:
-                said = "new rows after delivery are not looked at"
-            log.warning(said, extra={"fields": {"environment": environment}})
+        self._late_rows.tell(look.late, self.inventory.set_aside)
 
     def _give_up(self, now: float) -> None:
         """Decide about what waited long enough.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from typing import Final
+
+from pyroaring import BitMap64
 
 from spoold.daemon.conditions import Conditions
 from spoold.layout import CORRUPT, DUPLICATE, Place, RunDir, State, batch_id_of
@@ -11,7 +14,9 @@ from spoold.spool import setup
 from spoold.spool.inventory import Inventory
 from spoold.spool.overview import MANY_NOTES, shown
 
-__all__ = ["ClockWatch", "TurnedAway", "note_spool"]
+__all__ = ["ClockWatch", "LateRows", "TurnedAway", "note_spool"]
+
+log = logging.getLogger("spoold.daemon")
 
 STALE_IN_A_ROW: Final = 3
 JUMP_SECONDS: Final = 5.0
@@ -88,3 +93,22 @@ class TurnedAway:
             conditions.begin("second-daemon", f"{visit.who} was turned away", now=now)
         elif now >= self._end_at:
             conditions.end("second-daemon", now=now)
+
+
+class LateRows:
+    """Says once of each environment that its new rows are not looked at."""
+
+    def __init__(self) -> None:
+        self._told = BitMap64()
+
+    def tell(self, environments: Iterable[int], set_aside: BitMap64) -> None:
+        """Take in environments with new rows that are delivered, or `set_aside`."""
+        for environment in environments:
+            if environment in self._told:
+                continue
+            self._told.add(environment)
+            if environment in set_aside:
+                said = "new rows of what is set aside are not looked at until its note is removed"
+            else:
+                said = "new rows after delivery are not looked at"
+            log.warning(said, extra={"fields": {"environment": environment}})

@@ -26,7 +26,8 @@ log = logging.getLogger("spoold.daemon")
 class Requeue:
     """Tends the folders of consumers that hold batches.
 
-    `gone`: who of them is dead, and how many batches each holds.
+    `gone`: who of them is dead, and how many batches each holds. `is_watching`: whether anybody
+    holds any: who dies with them is only seen by looking.
     """
 
     def __init__(self, run: RunDir, settings: Settings) -> None:
@@ -35,6 +36,7 @@ class Requeue:
         self.abandoned = Abandoned(seconds=settings.requeue_seconds)
         self.failed: SpoolWriteError | None = None
         self.gone: dict[str, int] = {}
+        self.is_watching = False
 
     def reload(self, settings: Settings) -> None:
         """Go on with other settings; who was seen free stays seen."""
@@ -53,6 +55,7 @@ class Requeue:
             if is_name(shelf.place.folder)
             if (names := [name for name in map(BatchName.parse, shelf.names) if name])
         }
+        self.is_watching = bool(held)
         free = [name for name in held if self._is_free(name)]
         due = self.abandoned.seen(free, now)
         self.gone = {name: len(held[name]) for name in free if name not in due}

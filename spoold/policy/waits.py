@@ -33,6 +33,8 @@ class Absence:
         while it ran.
         """
         ids = set(absent)
+        if not ids and not self._passes:
+            return ()
         self._passes = {i: self._passes.get(i, (at, 0)) for i in ids}
         self._still_since = {i: t for i, t in self._still_since.items() if i in ids}
         missing = []

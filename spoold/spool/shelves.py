@@ -47,6 +47,7 @@ class Shelf:
     """One folder as it was last listed."""
 
     place: Place
+    path: str
     mtime_ns: int = -1
     racy: bool = True
     names: set[str] = field(default_factory=set)
@@ -158,6 +159,13 @@ class Shelves:
         """Return how many files in acked/ are where they belong."""
         return len(self._settled)
 
+    def are_still(self) -> bool:
+        """Whether a pass would list no folder, as long as no hint came since the last one."""
+        return all(
+            shelf.place.state in self._many or (_is_unchanged(shelf) and not shelf.racy)
+            for shelf in self.by_place.values()
+        )
+
     def go_through(
         self,
         *,
@@ -189,9 +197,7 @@ class Shelves:
             # RACE: a batch may have gone back while this ran, and mtimes tick: by milliseconds.
             for state in (State.PENDING, State.INFLIGHT):
                 self._go_through_all(state, this, everything=False)
-            this.is_whole = all(
-                self._mtime_ns(place) == shelf.mtime_ns for place, shelf in self.by_place.items()
-            )
+            this.is_whole = all(map(_is_unchanged, self.by_place.values()))
             this.still = this.still and this.is_whole
         if this.unreadable:
             self._relist_at = -math.inf
@@ -201,7 +207,8 @@ class Shelves:
         place = TOPS[state]
         before = set(self.by_place[place].folders) if place in self.by_place else set()
         top = self._look_at(place, this, everything)
-        self._forget(state, before - top.folders, this)
+        if removed := before - top.folders:
+            self._forget(state, removed, this)
         number = len(top.names) + len(top.folders)
         for folder in sorted(top.folders):
             number += len(self._look_at(Place(state, folder), this, everything).names)
@@ -214,7 +221,7 @@ class Shelves:
         """Look only at what hints named: names directly in the state's folder, folders in it."""
         this.by_hints, this.still = True, False
         top = self.by_place[TOPS[state]]
-        path = self.run.of(top.place)
+        path = top.path
         names = hinted.get(path, set())
         before = top.folders & names
         self._look_at_names(top, names, this)
@@ -235,15 +242,11 @@ class Shelves:
             self.unknown_changed |= bool(shelf.unknown)
             self._take_out(shelf, shelf.names, this)
 
-    def _mtime_ns(self, place: Place) -> int:
-        try:
-            return os.stat(self.run.of(place)).st_mtime_ns
-        except OSError:
-            return -1
-
     def _look_at(self, place: Place, this: Pass, everything: bool) -> Shelf:
-        shelf = self.by_place.setdefault(place, Shelf(place))
-        path = self.run.of(place)
+        shelf = self.by_place.get(place)
+        if shelf is None:
+            shelf = self.by_place[place] = Shelf(place, self.run.of(place))
+        path = shelf.path
         try:
             mtime_ns = os.stat(path).st_mtime_ns
             if mtime_ns == shelf.mtime_ns and not shelf.racy and not everything:
@@ -271,9 +274,8 @@ class Shelves:
 
     def _look_at_names(self, shelf: Shelf, names: Set[str], this: Pass) -> None:
         """Look at some names in a folder, and at no other."""
-        path = self.run.of(shelf.place)
         try:
-            listing = fs.look_up(path, names)
+            listing = fs.look_up(shelf.path, names)
         except SpoolWriteError as error:
             this.unreadable.append(error)
             return
@@ -343,3 +345,11 @@ def _by_folder(paths: Iterable[str]) -> dict[str, set[str]]:
         folder, _, name = path.rpartition("/")
         sorted_[folder].add(name)
     return sorted_
+
+
+def _is_unchanged(shelf: Shelf) -> bool:
+    """Whether a folder has the mtime that it had when it was listed; -1: it was not there."""
+    try:
+        return os.stat(shelf.path).st_mtime_ns == shelf.mtime_ns
+    except OSError:
+        return shelf.mtime_ns == -1

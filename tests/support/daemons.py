@@ -40,9 +40,12 @@ class Running:
     clock: Clock = field(default_factory=Clock)
 
     def go(self, seconds: float = 0.0) -> None:
-        """Let time pass, hint at both sides, and step until nothing is due."""
+        """Let time pass, and step until nothing is due; less than a scan: hint at both sides."""
         self.clock.now += seconds
-        self.daemon.hint(source=True, spool=True)
+        if seconds >= self.daemon.settings.scan_seconds:
+            self.daemon.hint(source=False, spool=False, moved=set())
+        else:
+            self.daemon.hint(source=True, spool=True)
         for _ in range(10_000):
             pause = self.daemon.step()
             if pause > 0.2:
