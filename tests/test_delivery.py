@@ -20,6 +20,7 @@ from spoold.errors import SourceUnavailable
 from spoold.model import Rows
 from spoold.sources import Source
 from spoold.sources.sqlite import SqliteSource
+from spoold.sources.sqlite_news import News
 from tests.support.batches import tree
 from tests.support.beside import beside_at_once
 from tests.support.daemons import environments, mv, running, start
@@ -561,6 +562,37 @@ class TestIdentity:
             kept = [n for n in tree(it.run, f"retired/{retired}") if n.endswith(".jsonl")]
             assert kept == [f"retired/{retired}/{name}" for name in old]
             assert environments(it.run) == [1, 2, *third]
+
+    def test_groups_of_a_database_that_went_back_in_the_middle_of_a_look_are_not_mixed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rollouts = make_rollouts(tmp_path / "rollout.db", "first")
+        with running(tmp_path, group_size=2) as it:
+            complete(rollouts, 2, group="before")
+            it.go()
+            before = sqlite3.connect(tmp_path / "before.db")
+            rollouts.db.backup(before)
+            monkeypatch.setattr("spoold.sources.sqlite_news.SLICE", 4)
+            complete(rollouts, 2, group="a")
+            for one in rollouts.register(6):
+                rollouts.step(one)
+            read_on = News.read_on
+
+            def restored(self: News, *wanted: Any) -> bool:
+                was_all = read_on(self, *wanted)
+                assert not was_all
+                monkeypatch.undo()
+                before.backup(rollouts.db)
+                before.close()
+                for group in ("x", "y"):
+                    complete(rollouts, 1, group=group)
+                return was_all
+
+            monkeypatch.setattr(News, "read_on", restored)
+            it.go()
+            it.go(130.0)
+            assert environments(it.run) == [1, 2]
+        rollouts.close()
 
     def test_where_a_commit_came_in_between_all_that_is_published_is_looked_for(
         self, tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ import itertools
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -457,51 +457,80 @@ def test_more_than_one_transaction_may_read_is_read_in_several(
     assert source.running == 5
 
 
-def test_a_look_of_several_transactions_is_verified_by_the_last(
-    rollouts: Rollouts, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids = rollouts.register(9)
-    source = opened(path)
-    reconciled(source)
-    for environment in ids:
-        rollouts.complete(environment)
+@pytest.fixture
+def between(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """What happens once between two transactions of a look, which takes several."""
+    acts: list[Callable[[], object]] = []
     monkeypatch.setattr("spoold.sources.sqlite_news.SLICE", 4)
     read_on = News.read_on
 
-    def then_deleted(news: News, *wanted: Any) -> bool:
+    def then_acted(news: News, *wanted: Any) -> bool:
         was_all = read_on(news, *wanted)
-        if not was_all:
-            rollouts.db.execute("DELETE FROM job_environments WHERE id = 1")
+        while acts and not was_all:
+            acts.pop()()
         return was_all
 
-    monkeypatch.setattr(News, "read_on", then_deleted)
-    look = source.look(NOTHING, {1: rollouts.env_id(1)}, 1)
+    monkeypatch.setattr(News, "read_on", then_acted)
+    return acts
+
+
+def nine_of_twelve(rollouts: Rollouts, path: Path) -> SqliteSource:
+    """Return a source that has nine environments to find, in several transactions."""
+    ids = rollouts.register(12)
+    source = opened(path)
+    reconciled(source)
+    for environment in ids[:9]:
+        rollouts.complete(environment)
+    return source
+
+
+def test_a_look_of_several_transactions_is_verified_by_the_last(
+    rollouts: Rollouts, path: Path, between: list[Callable[[], object]]
+) -> None:
+    source = nine_of_twelve(rollouts, path)
+    remembered = {1: rollouts.env_id(1)}
+    between.append(lambda: rollouts.db.execute("DELETE FROM job_environments WHERE id = 1"))
+    look = source.look(NOTHING, remembered, 1)
+    assert not between
     assert look.deleted == (1,)
 
 
-def test_a_database_that_goes_back_while_a_look_is_under_way_is_looked_at_anew(
-    rollouts: Rollouts, path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("remembered", [None, {1: ""}])
+def test_what_comes_while_a_look_is_under_way_is_found_by_the_next(
+    rollouts: Rollouts,
+    path: Path,
+    between: list[Callable[[], object]],
+    remembered: dict[int, str] | None,
 ) -> None:
-    ids = rollouts.register(9)
-    source = opened(path)
-    reconciled(source)
-    for environment in ids:
-        rollouts.complete(environment)
-    monkeypatch.setattr("spoold.sources.sqlite_news.SLICE", 4)
-    read_on = News.read_on
+    source = nine_of_twelve(rollouts, path)
+    if remembered:
+        remembered = {1: rollouts.env_id(1)}
+    between.append(lambda: rollouts.complete(12))
+    assert ids_of(source.look(NOTHING, remembered, 1)) == list(range(1, 10))
+    assert not between
+    assert ids_of(source.look(NOTHING, remembered, 1)) == [12]
 
-    def then_went_back(news: News, *wanted: Any) -> bool:
-        was_all = read_on(news, *wanted)
-        with rollouts.together():
-            for table in ("job_environments", "session_steps", "sqlite_sequence"):
-                rollouts.db.execute(f"DELETE FROM {table}")
-        rollouts.complete(*rollouts.register())
-        monkeypatch.undo()
-        return was_all
 
-    monkeypatch.setattr(News, "read_on", then_went_back)
+def went_back(rollouts: Rollouts, *, steps: int) -> None:
+    """Make it the database that it was when it had so many step rows, and go on otherwise."""
+    with rollouts.together():
+        rollouts.db.execute(f"DELETE FROM session_steps WHERE id > {steps}")
+        rollouts.db.execute(
+            f"UPDATE sqlite_sequence SET seq = {steps} WHERE name = 'session_steps'"
+        )
+        rollouts.db.execute("UPDATE job_environments SET finished = 0")
+    rollouts.complete(12)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_database_that_goes_back_while_a_look_is_under_way_is_looked_at_anew(
+    rollouts: Rollouts, path: Path, between: list[Callable[[], object]], steps: int
+) -> None:
+    source = nine_of_twelve(rollouts, path)
+    between.append(lambda: went_back(rollouts, steps=steps))
     assert source.look(NOTHING) == Look(went_back=True)
-    assert ids_of(reconciled(source)) == [1]
+    assert not between
+    assert ids_of(reconciled(source)) == [12]
 
 
 # ---- rows ---------------------------------------------------------------------------------------

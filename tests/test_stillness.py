@@ -8,12 +8,16 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from pyroaring import BitMap64
 
 from spoold.errors import SpoolLocked
+from spoold.model import Look
 from spoold.sources.sqlite import SqliteSource
+from spoold.spool import setup
 from spoold.spool.inventory import Inventory
+from spoold.spool.statusfile import read
 from tests.support.batches import tree
-from tests.support.daemons import Running, environments, mv, running
+from tests.support.daemons import Clock, Running, environments, mv, running
 from tests.support.rollouts import Rollouts, make_rollouts
 
 SCAN = 2.0
@@ -64,11 +68,16 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return Counted(monkeypatch)
 
 
+def make_old(it: Running) -> None:
+    """Set back the times of all folders: too young a time proves nothing."""
+    for folder, _, _ in os.walk(it.run.root):
+        os.utime(folder, (1_700_000_000, 1_700_000_000))
+
+
 def come_to_rest(it: Running, counted: Counted) -> None:
     """Deliver what there is, and go on until scans are spared."""
     it.go()
-    for folder, _, _ in os.walk(it.run.root):
-        os.utime(folder, (1_700_000_000, 1_700_000_000))  # too young a time proves nothing
+    make_old(it)
     pass_time(it, 5 * SCAN)
     before = counted.passes
     pass_time(it, SCAN)
@@ -82,12 +91,12 @@ def test_only_for_a_report_a_scan_is_made_that_finds_nothing(
     with running(tmp_path, rescan_seconds=1000) as it:
         come_to_rest(it, counted)
         passes, looks, looked_at = counted.passes, counted.looks, it.daemon.looking.last_look
-        pass_time(it, 120.0)
-        assert counted.passes - passes == 4
+        pass_time(it, 110.0)  # of three reports, the last one twenty seconds ago
+        assert counted.passes - passes in (3, 4)
         assert counted.looks == looks
         assert it.daemon.looking.last_look is not None
         assert looked_at is not None
-        assert it.daemon.looking.last_look - looked_at == pytest.approx(120.0, abs=SCAN)
+        assert it.daemon.looking.last_look - looked_at == pytest.approx(110.0, abs=SCAN)
 
 
 def test_a_reconcile_is_made_when_it_is_due(
@@ -122,6 +131,7 @@ def acked_in_a_step(it: Running, rollouts: Rollouts) -> Callable[[], bool]:
 def removed(it: Running, rollouts: Rollouts) -> Callable[[], bool]:
     (name,) = tree(it.run, "pending")
     os.unlink(f"{it.run.root}/{name}")
+    os.utime(it.run.pending, (1_600_000_000, 1_600_000_000))  # as where the clock is another one
     return lambda: tree(it.run, "pending") not in ([], [name])
 
 
@@ -221,13 +231,16 @@ def test_whoever_holds_batches_is_looked_at_by_each_scan(
         come_to_rest(it, counted)
         (name,) = tree(it.run, "pending")
         mv(it.run, name, "inflight/t1")
-        pass_time(it, 20.0)
+        for _ in range(2):
+            pass_time(it, 1.5 * SCAN)
+            make_old(it)
+        pass_time(it, 14.0)
         assert tree(it.run, "pending") == []
         pass_time(it, 2 * SCAN)
         assert tree(it.run, "pending") == [name.replace(".jsonl", ".try02.jsonl")]
 
 
-def test_what_is_held_goes_on_at_the_next_scan(
+def test_a_full_disk_is_said_by_the_next_scan_and_taken_back_by_the_next(
     tmp_path: Path, rollouts: Rollouts, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complete(rollouts)
@@ -236,12 +249,12 @@ def test_what_is_held_goes_on_at_the_next_scan(
     with running(tmp_path, rescan_seconds=1000, min_free_bytes=1000) as it:
         come_to_rest(it, counted)
         free[0] = 0
-        one = complete(rollouts)
-        pass_time(it, 30.0)
-        assert environments(it.run, "pending") == [1]
+        pass_time(it, 1.5 * SCAN)
+        assert it.daemon.conditions.holds(["disk-space"])
+        pass_time(it, 35.0)
         free[0] = 10**12
         pass_time(it, 1.5 * SCAN)
-        assert environments(it.run, "pending") == [1, one]
+        assert not it.daemon.conditions.holds(["disk-space"])
 
 
 def test_a_row_that_is_missing_is_given_up_in_time(
@@ -270,3 +283,185 @@ def test_a_group_that_is_not_whole_is_decided_about_in_time(
         assert environments(it.run, "pending") == [1, 2]
         pass_time(it, 1.0 + 1.5 * SCAN)
         assert environments(it.run, "pending") == [1, 2, one]
+
+
+def test_what_lingers_is_published_in_time(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    with running(tmp_path, rescan_seconds=1000, linger_seconds=9) as it:
+        pass_time(it, 10.0)
+        come_to_rest(it, counted)
+        one = complete(rollouts)
+        pass_time(it, 1.5 * SCAN)
+        make_old(it)
+        pass_time(it, 9.0)
+        assert environments(it.run, "pending") == [1, one]
+
+
+def test_groups_that_were_deleted_and_written_anew_are_delivered_in_time(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    for _ in range(2):
+        complete(rollouts, group="g")
+    with running(tmp_path, rescan_seconds=1000, group_size=2) as it:
+        come_to_rest(it, counted)
+        with rollouts.together():
+            rollouts.db.execute("DELETE FROM job_environments")
+            rollouts.db.execute("DELETE FROM session_steps")
+            ids = [complete(rollouts, group="g") for _ in range(2)]
+        pass_time(it, 1.5 * SCAN)
+        assert environments(it.run, "pending") == [1, 2, *ids]
+
+
+def test_a_reconcile_that_is_under_way_is_not_held_up(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete(rollouts)
+    with rollouts.together():
+        for one in rollouts.register(20):
+            rollouts.step(one)
+    with running(tmp_path, rescan_seconds=40) as it:
+        come_to_rest(it, counted)
+        monkeypatch.setattr("spoold.sources.sqlite.SLICE", 4)
+        monkeypatch.setattr("spoold.sources.sqlite._FEW", 0)
+        slices = []
+        reconcile = SqliteSource.reconcile
+
+        def timed(self: SqliteSource, skip: BitMap64) -> Iterator[Look]:
+            for look in reconcile(self, skip):
+                slices.append(it.clock.now)
+                yield look
+
+        monkeypatch.setattr(SqliteSource, "reconcile", timed)
+        pass_time(it, 60.0)
+        assert len(slices) == 6
+        assert slices[-1] - slices[0] < 0.1
+
+
+def test_a_link_that_leads_to_another_database_is_seen_by_the_next_scan(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    link = tmp_path / "link.db"
+    link.symlink_to("rollout.db")
+    with running(tmp_path, db=link, rescan_seconds=1000) as it:
+        come_to_rest(it, counted)
+        with closing(make_rollouts(tmp_path / "other.db")) as other:
+            complete(other)
+            (tmp_path / "new.db").symlink_to("other.db")
+            os.rename(tmp_path / "new.db", link)
+            pass_time(it, 1.5 * SCAN)
+            assert os.path.isdir(it.run.retired)
+
+
+def test_one_that_was_turned_away_is_said_by_the_next_scan_and_holds_up_nothing(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    with running(tmp_path, rescan_seconds=1000) as it:
+        come_to_rest(it, counted)
+        setup.leave_visit(it.run)
+        pass_time(it, 1.5 * SCAN)
+        assert it.daemon.conditions.holds(["second-daemon"])
+        os.unlink(it.run.visit_json)
+        come_to_rest(it, counted)
+
+
+def test_a_clock_that_was_set_is_said_by_the_next_scan(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    clock, ahead = Clock(), [0.0]
+    settings = {"clock": clock, "wall": lambda: 1_796_000_000.0 + clock.now + ahead[0]}
+    with running(tmp_path, rescan_seconds=1000, **settings) as it:
+        come_to_rest(it, counted)
+        ahead[0] = 100.0
+        pass_time(it, 1.5 * SCAN)
+        assert it.daemon.conditions.holds(["clock-jump"])
+
+
+def test_that_there_are_no_hints_is_reported_by_the_next_scan(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    with running(tmp_path, rescan_seconds=1000) as it:
+        come_to_rest(it, counted)
+        it.daemon.hear(("the kernel watches no more", "raise the limit"))
+        pass_time(it, 1.5 * SCAN)
+        status, why = read(it.run)
+        assert status is not None, why
+        assert "hints-off" in [reason.code for reason in status.reasons]
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three names are many."""
+    monkeypatch.setattr("spoold.spool.shelves.MANY_NAMES", 2)
+
+
+@pytest.mark.usefixtures("many")
+def test_a_folder_of_many_names_is_listed_anew_when_it_is_due(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    with running(tmp_path, rescan_seconds=60) as it:
+        acked = Path(it.run.root, "acked")
+        for number in range(5):
+            (acked / f"strange-{number}").touch()
+        come_to_rest(it, counted)
+        pass_time(it, 25.0)
+        it.daemon.hint(source=False, spool=True, moved=None)  # what is relied on is listed now
+        it.daemon.step()
+        (acked / "lost").touch()  # its hint is lost
+        pass_time(it, 55.0)
+        assert "acked/lost" not in it.daemon.inventory.unknown
+        pass_time(it, 5.0 + 1.5 * SCAN)
+        assert "acked/lost" in it.daemon.inventory.unknown
+
+
+@pytest.mark.usefixtures("many")
+def test_a_hint_in_a_folder_of_many_names_is_gone_by(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    with running(tmp_path, rescan_seconds=1000) as it:
+        acked = Path(it.run.root, "acked")
+        for number in range(5):
+            (acked / f"strange-{number}").touch()
+        come_to_rest(it, counted)
+        (acked / "new").touch()
+        it.daemon.hint(source=False, spool=True, moved={f"{acked}/new"})
+        it.daemon.step()
+        assert "acked/new" in it.daemon.inventory.unknown
+
+
+def test_a_time_that_was_too_young_proves_nothing(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    with running(tmp_path, rescan_seconds=1000) as it:
+        come_to_rest(it, counted)
+        acked = Path(it.run.root, "acked")
+        (acked / "first").touch()
+        pass_time(it, 1.5 * SCAN)
+        young = acked.stat()
+        (acked / "second").touch()  # within the same tick of the kernel's clock
+        os.utime(acked, ns=(young.st_atime_ns, young.st_mtime_ns))
+        pass_time(it, 1.5 * SCAN)
+        assert "acked/second" in it.daemon.inventory.unknown
+
+
+def test_reports_are_made_in_time_where_scans_are_rare(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    with running(tmp_path, scan_seconds=70, rescan_seconds=1000) as it:
+        it.go()
+        make_old(it)
+        pass_time(it, 200.0)
+        for _ in range(3):
+            pass_time(it, 30.5)
+            status, why = read(it.run)
+            assert status is not None, why
+            assert 1_796_000_000.0 + it.clock.now - status.updated < 31.0

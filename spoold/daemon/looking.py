@@ -126,7 +126,7 @@ class Looking:
 
     def is_still(self) -> bool:
         """Whether a look would find nothing; that counts as one. Raises SourceUnavailable."""
-        if not self.has_seen_all or self._peek_at < math.inf or self.source.moved():
+        if not self.has_seen_all or self.source.moved():
             return False
         self._is_news = self.source.changed()
         if not self._is_news:

@@ -119,7 +119,7 @@ class Daemon:
             wall=self.wall,
             source=lambda: self.looking.source,
         )
-        self._still = Stillness(self.delivery, self.looking, self._requeue, lock)
+        self._still = Stillness(self.delivery, self.looking, self._requeue, self.conditions, lock)
         if newest is not None:
             self.delivery.counts.latest_note = LatestNote(
                 environment=newest.environment, reason=newest.reason, file=newest.file_name
@@ -213,26 +213,31 @@ class Daemon:
         now = self.clock()
         if now < self._due_at and self.looking.is_quiet(now):
             return self._pause(now)
-        if self._moved == set() and self._still.holds(now):
+        self._clock_watch.look(self.conditions, wall=self.wall(), now=now)
+        if self._is_still(now):
             self._due_at = min(now + self.settings.scan_seconds, self._still.until)
             return self._pause(now)
-        self._clock_watch.look(self.conditions, wall=self.wall(), now=now)
         try:
             self._step(now)
             if now >= self._outage.until and self._can_write():
                 self._outage.over(now)
         except SpoolWriteError as error:
             self._write_failed(error, now)
-        is_held = self._is_held()
-        state = "held" if is_held else "delivering" if len(self.plan) else "waiting"
+        state = "held" if self._is_held() else "delivering" if len(self.plan) else "waiting"
         self.report.tell(state, self.looking, self.delivery, now)
         if (read_only := self.report.new_read_only()) is not None:
             # Nothing could be delivered: a daemon that has nothing to deliver says so, too.
             self._write_failed(read_only, now)
         now = self.clock()
         self._due_at = self._next_due(now)
-        self._still.note(self.report.due_at(), is_busy=is_held or bool(len(self._overdue)))
+        is_busy = self._is_held() or now < self._outage.until or len(self._overdue) > 0
+        self._still.note(self.report.due_at(), is_busy=is_busy)
         return self._pause(now)
+
+    def _is_still(self, now: float) -> bool:
+        if self._moved != set() or not self._still.holds(now):
+            return False
+        return not self._turned_away.has_news(self.run)
 
     def _pause(self, now: float) -> float:
         peek_at = self._due_at if self._is_held() else self.looking.peek_at()

@@ -85,6 +85,11 @@ class TurnedAway:
         self._seen: setup.Visit | None = None
         self._end_at = 0.0
 
+    def has_news(self, run: RunDir) -> bool:
+        """Whether one was turned away since the last look."""
+        visit = setup.last_visit(run)
+        return visit is not None and visit != self._seen
+
     def look(self, conditions: Conditions, run: RunDir, now: float) -> None:
         """Begin the reason when one was turned away; end it some minutes after the last one."""
         visit = setup.last_visit(run)

@@ -2,8 +2,9 @@
 
 A scan that finds nothing is hundreds of calls, and after two seconds of sleep hardly any of them is
 in a cache of the processor: that is most of what an idle daemon costs. What could change its
-outcome are the times of a few files and folders, and those are looked at instead. Nothing depends
-on it: whenever a report is due, twice a minute, the scan is made all the same.
+outcome shows in the times of a few files and folders, and those are looked at instead. What shows
+nowhere (whether a consumer lives, whether a disk that was full has room) is a reason not to spare
+it. Nothing depends on it: when a report is due, twice a minute, the scan is made all the same.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 
 from spoold import fs
+from spoold.daemon.conditions import Conditions
 from spoold.daemon.delivery import Delivery
 from spoold.daemon.looking import Looking
 from spoold.daemon.requeue import Requeue
@@ -23,9 +25,16 @@ class Stillness:
     """`until`: when something is due by time; in the past while something is under way."""
 
     def __init__(
-        self, delivery: Delivery, looking: Looking, requeue: Requeue, lock: fs.Lock
+        self,
+        delivery: Delivery,
+        looking: Looking,
+        requeue: Requeue,
+        conditions: Conditions,
+        lock: fs.Lock,
     ) -> None:
         self.until = -math.inf
+        self._conditions = conditions
+        self._changes = -1
         self._delivery = delivery
         self._looking = looking
         self._requeue = requeue
@@ -38,22 +47,35 @@ class Stillness:
             len(plan)
             or self._delivery.in_flight
             or inventory.unsettled
-            or inventory.unreadable
             or inventory.undelivered
             or self._requeue.is_watching
             or next(plan.waiting(), None)
         )
-        self.until = -math.inf if is_busy else min(due, self._looking.reconcile_at())
+        due = min(due, self._looking.reconcile_at(), inventory.shelves.relist_at())
+        self.until = -math.inf if is_busy else due
+        self._changes = self._conditions.changes
 
     def holds(self, now: float) -> bool:
         """Whether a scan would find what the last one found, as far as files and folders tell.
 
-        Hints tell more: where one came since, or may have been lost, this is not to be asked.
+        Hints tell more: where one of the run directory came since, or may have been lost, this is
+        not to be asked.
         """
-        if now >= self.until or not self._delivery.inventory.shelves.are_still():
+        delivery = self._delivery
+        if now >= self.until or self._looking.peek_at() < math.inf:
+            return False
+        if self._conditions.changes != self._changes:
+            return False
+        least = delivery.settings.min_free_bytes
+        if least and fs.free_bytes(delivery.run.root) < least:
             return False
         try:
-            return self._looking.is_still() and self._lock.still_held()
+            return (
+                delivery.inventory.shelves.are_still()
+                and self._lock.still_held()
+                and self._looking.is_still()
+            )
         except SourceUnavailable as error:
             self._looking.failed(error, now)
+            delivery.collector.forget()
             return False

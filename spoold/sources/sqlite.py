@@ -280,19 +280,20 @@ class SqliteSource:
             return Look(went_back=True)
         stamp, commits, now = database.stamp(), database.commits(), self._clock()
         assert self._heights is not None
-        news: News | None = None
+        heights, news = self._heights, None
         deleted = BitMap64()
         while True:  # mostly once; where there is more than one transaction may read, others follow
             with self._transaction() as (connection, schema):
-                heights = heights_of(connection, schema, self._heights)
-                if went_back := heights.went_back(self._heights):
+                # RACE: between two of them rows may come, or all go back; rows are read up to the
+                # first one's highest, and it is the database of the last one that is verified.
+                before, heights = heights, heights_of(connection, schema, heights)
+                if went_back := heights.went_back(before):
                     break
                 if news is None:
                     if database.commits() != commits:
                         commits = None  # nobody knows how many of them are in what is read
-                    news = self._news(commits, skip, heights.steps, now)
+                    news, upto = self._news(commits, skip, heights.steps, now), heights.steps
                 if news.read_on(connection, schema, self._clock()):
-                    # RACE: in the last of them, so that what was seen is what is verified.
                     if remembered is not None:
                         state = connection, schema, heights
                         deleted = deleted_of(self._path, *state, remembered, highest)
@@ -305,7 +306,7 @@ class SqliteSource:
             self._verified = stamp
         self._watched.offer(candidate.id for candidate in news.candidates)
         self._heights = heights
-        self._highest_step = max(self._highest_step, heights.steps)
+        self._highest_step = max(self._highest_step, upto)
         self._watched.caught_up(self._highest_step)
         self._looked, self._commits = stamp, commits
         if not news.more:

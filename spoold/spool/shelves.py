@@ -159,6 +159,10 @@ class Shelves:
         """Return how many files in acked/ are where they belong."""
         return len(self._settled)
 
+    def relist_at(self) -> float:
+        """Return when what mostly goes by hints is to be listed again."""
+        return self._relist_at if self._many else math.inf
+
     def are_still(self) -> bool:
         """Whether a pass would list no folder, as long as no hint came since the last one."""
         return all(
