@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import ipaddress
 import json
 import socket
@@ -257,6 +258,20 @@ def test_a_connection_without_a_whole_request_is_ended(
         began = time.monotonic()
         assert is_ended(connected)
         assert time.monotonic() - began < 4.9  # the server's own patience
+
+
+def test_a_connection_that_is_over_is_not_kept_until_it_would_be_looked_at(client: Client) -> None:
+    def kept() -> int:
+        gc.collect()
+        return sum(type(one).__name__ == "_Connection" for one in gc.get_objects())
+
+    for _ in range(20):
+        with connect(client, b"\x16\x03\x01" * 1000) as connected:
+            assert is_ended(connected)
+    began = time.monotonic()
+    while kept() > 2:
+        assert time.monotonic() - began < 7.5  # half of the time after which it is looked at
+        assert client.health().status == 200
 
 
 def big(run: Path, seq: int) -> None:

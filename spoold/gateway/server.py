@@ -170,9 +170,12 @@ class _Connection(H11Protocol):
         self._watched_since = self.loop.time()
         self._watch()
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Let go of it: what it received is held by whoever is going to watch it."""
+        self._watching.cancel()
+        super().connection_lost(exc)
+
     def _watch(self) -> None:
-        if self.transport.is_closing() and not self.transport.get_write_buffer_size():
-            return
         now, cycle = self.loop.time(), self.cycle
         if cycle is not self._watched:
             self._watched, self._watched_since = cycle, now
@@ -180,7 +183,7 @@ class _Connection(H11Protocol):
         if now - self._watched_since >= (2 * IDLE_SECONDS if is_idle else ANSWER_SECONDS):
             self.transport.abort()
         else:
-            self.loop.call_later(IDLE_SECONDS, self._watch)
+            self._watching = self.loop.call_later(IDLE_SECONDS, self._watch)
 
 
 def listen(host: str, port: int, *, is_guarded: bool) -> list[socket.socket]:
