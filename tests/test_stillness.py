@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyroaring import BitMap64
@@ -72,6 +74,10 @@ def make_old(it: Running) -> None:
     """Set back the times of all folders: too young a time proves nothing."""
     for folder, _, _ in os.walk(it.run.root):
         os.utime(folder, (1_700_000_000, 1_700_000_000))
+
+
+def broken(path: str) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
 
 def come_to_rest(it: Running, counted: Counted) -> None:
@@ -257,6 +263,21 @@ def test_a_full_disk_is_said_by_the_next_scan_and_taken_back_by_the_next(
         assert not it.daemon.conditions.holds(["disk-space"])
 
 
+def test_a_disk_that_does_not_say_how_full_it_is_ends_no_daemon(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete(rollouts)
+    with running(tmp_path, rescan_seconds=1000, min_free_bytes=1) as it:
+        come_to_rest(it, counted)
+        one = complete(rollouts)
+        with monkeypatch.context() as patch:
+            patch.setattr("os.statvfs", broken)
+            pass_time(it, 5 * SCAN)
+            assert it.daemon.conditions.holds(["write-failed"])
+        pass_time(it, 15.0)
+        assert environments(it.run, "pending") == [1, one]
+
+
 def test_a_row_that_is_missing_is_given_up_in_time(
     tmp_path: Path, rollouts: Rollouts, counted: Counted
 ) -> None:
@@ -400,20 +421,26 @@ def many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spoold.spool.shelves.MANY_NAMES", 2)
 
 
+@contextmanager
+def with_many_names(tmp_path: Path, counted: Counted, **settings: Any) -> Iterator[Running]:
+    """A daemon at rest whose acked/ has so many names that it goes by hints there."""
+    with running(tmp_path, **settings) as it:
+        for number in range(5):
+            Path(it.run.acked, f"strange-{number}").touch()
+        come_to_rest(it, counted)
+        yield it
+
+
 @pytest.mark.usefixtures("many")
 def test_a_folder_of_many_names_is_listed_anew_when_it_is_due(
     tmp_path: Path, rollouts: Rollouts, counted: Counted
 ) -> None:
     complete(rollouts)
-    with running(tmp_path, rescan_seconds=60) as it:
-        acked = Path(it.run.root, "acked")
-        for number in range(5):
-            (acked / f"strange-{number}").touch()
-        come_to_rest(it, counted)
+    with with_many_names(tmp_path, counted, rescan_seconds=60) as it:
         pass_time(it, 25.0)
         it.daemon.hint(source=False, spool=True, moved=None)  # what is relied on is listed now
         it.daemon.step()
-        (acked / "lost").touch()  # its hint is lost
+        Path(it.run.acked, "lost").touch()  # its hint is lost
         pass_time(it, 55.0)
         assert "acked/lost" not in it.daemon.inventory.unknown
         pass_time(it, 5.0 + 1.5 * SCAN)
@@ -425,13 +452,9 @@ def test_a_hint_in_a_folder_of_many_names_is_gone_by(
     tmp_path: Path, rollouts: Rollouts, counted: Counted
 ) -> None:
     complete(rollouts)
-    with running(tmp_path, rescan_seconds=1000) as it:
-        acked = Path(it.run.root, "acked")
-        for number in range(5):
-            (acked / f"strange-{number}").touch()
-        come_to_rest(it, counted)
-        (acked / "new").touch()
-        it.daemon.hint(source=False, spool=True, moved={f"{acked}/new"})
+    with with_many_names(tmp_path, counted, rescan_seconds=1000) as it:
+        Path(it.run.acked, "new").touch()
+        it.daemon.hint(source=False, spool=True, moved={f"{it.run.acked}/new"})
         it.daemon.step()
         assert "acked/new" in it.daemon.inventory.unknown
 

@@ -16,7 +16,7 @@ from spoold.daemon.conditions import Conditions
 from spoold.daemon.delivery import Delivery
 from spoold.daemon.looking import Looking
 from spoold.daemon.requeue import Requeue
-from spoold.errors import SourceUnavailable
+from spoold.errors import SourceUnavailable, SpoolWriteError
 
 __all__ = ["Stillness"]
 
@@ -61,21 +61,24 @@ class Stillness:
         Hints tell more: where one of the run directory came since, or may have been lost, this is
         not to be asked.
         """
-        delivery = self._delivery
         if now >= self.until or self._looking.peek_at() < math.inf:
             return False
         if self._conditions.changes != self._changes:
             return False
-        least = delivery.settings.min_free_bytes
-        if least and fs.free_bytes(delivery.run.root) < least:
-            return False
         try:
             return (
-                delivery.inventory.shelves.are_still()
+                self._has_room()
+                and self._delivery.inventory.shelves.are_still()
                 and self._lock.still_held()
                 and self._looking.is_still()
             )
+        except SpoolWriteError:
+            return False  # the scan says why
         except SourceUnavailable as error:
             self._looking.failed(error, now)
-            delivery.collector.forget()
+            self._delivery.collector.forget()
             return False
+
+    def _has_room(self) -> bool:
+        least = self._delivery.settings.min_free_bytes
+        return not least or fs.free_bytes(self._delivery.run.root) >= least

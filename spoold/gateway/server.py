@@ -171,7 +171,7 @@ class _Connection(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let go of it: what it received is held by whoever is going to watch it."""
+        """Watch it no more: a timer that is set keeps it, and all that it received."""
         self._watching.cancel()
         super().connection_lost(exc)
 
