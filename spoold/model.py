@@ -7,15 +7,16 @@ second.
 from __future__ import annotations
 
 import enum
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 __all__ = [
     "AckWhen",
     "Advice",
     "Candidate",
     "Look",
+    "Mark",
     "Note",
     "NullReward",
     "OnReplaced",
@@ -147,6 +148,10 @@ class StepRow(NamedTuple):
     is_truncated: int | None
     is_completed: int | None
     created_at: object
+
+
+Mark: TypeAlias = tuple[Callable[[Any], object], Any, object]
+"""What to ask, of what, and the answer that there was: another one tells that something changed."""
 
 
 Rows: TypeAlias = Generator[tuple[int, tuple[StepRow, ...]], None, None]

@@ -15,7 +15,7 @@ from io import BufferedReader, FileIO
 from typing import Final, NamedTuple
 
 from spoold.errors import SpoolWriteError
-from spoold.oserrors import doing
+from spoold.oserrors import doing, failed
 
 __all__ = [
     "Listing",
@@ -24,7 +24,9 @@ __all__ = [
     "is_left_behind",
     "is_out_of_inodes",
     "is_read_only",
+    "is_there",
     "look_up",
+    "mtime_ns",
     "open_file",
     "read",
     "read_each",
@@ -132,10 +134,25 @@ def look_up(path: str, names: Iterable[str]) -> Listing:
     return listing
 
 
+def is_there(path: str) -> bool:
+    """Whether something lies at a path, as far as that can be told. Never raises."""
+    return os.access(path, os.F_OK)
+
+
+def mtime_ns(path: str) -> int:
+    """Return when a file or folder was changed, in nanoseconds; -1 where that cannot be told."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return -1
+
+
 def free_bytes(path: str) -> int:
     """Return how many bytes an unprivileged process may still write beside `path`."""
-    with doing("stat", path):
+    try:
         facts = os.statvfs(path)
+    except OSError as error:
+        raise failed("stat", path, error) from error
     return facts.f_bavail * facts.f_frsize
 
 

@@ -127,6 +127,13 @@ class Conditions:
                 level = min(_level(code, elapsed), logging.INFO)
                 log.log(level, "waiting over", extra={"fields": fields})
 
+    def tell(self, code: str, problem: tuple[str, str] | None, *, now: float) -> None:
+        """Note that a reason holds because of a problem (detail, remedy); None: no more."""
+        if problem is None:
+            self.end(code, now=now)
+        else:
+            self.begin(code, *problem, now=now)
+
     def holds(self, codes: Iterable[str]) -> bool:
         """Whether one of these reasons holds."""
         return not self._holding.keys().isdisjoint(codes)

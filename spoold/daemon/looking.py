@@ -124,15 +124,6 @@ class Looking:
         """Return when a reconcile is due; 0 while one is under way, or the source is not open."""
         return self._reconcile_at if self.has_seen_all else 0.0
 
-    def is_still(self) -> bool:
-        """Whether a look would find nothing; that counts as one. Raises SourceUnavailable."""
-        if not self.has_seen_all or self.source.moved():
-            return False
-        self._is_news = self.source.changed()
-        if not self._is_news:
-            self.last_look = self._wall()
-        return not self._is_news
-
     def is_quiet(self, now: float) -> bool:
         """Whether a peek is due and nothing was committed: then it is made, and no look is due."""
         if now < self.peek_at() or self._reconcile is not None:

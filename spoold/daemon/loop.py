@@ -119,7 +119,15 @@ class Daemon:
             wall=self.wall,
             source=lambda: self.looking.source,
         )
-        self._still = Stillness(self.delivery, self.looking, self._requeue, self.conditions, lock)
+        self._still = Stillness(
+            self.delivery,
+            self.looking,
+            self._requeue,
+            self.conditions,
+            self._clock_watch,
+            self._turned_away,
+            self.wall,
+        )
         if newest is not None:
             self.delivery.counts.latest_note = LatestNote(
                 environment=newest.environment, reason=newest.reason, file=newest.file_name
@@ -159,10 +167,7 @@ class Daemon:
 
     def hear(self, problem: tuple[str, str] | None) -> None:
         """Take in why there are no hints (what, remedy), or that there are."""
-        if problem is not None:
-            self.conditions.begin("hints-off", *problem, now=self.clock())
-        else:
-            self.conditions.end("hints-off", now=self.clock())
+        self.conditions.tell("hints-off", problem, now=self.clock())
 
     def _new_plan(self) -> Plan | GroupPlan:
         settings = self.settings
@@ -188,6 +193,7 @@ class Daemon:
         self.inventory.shelves.relist_seconds = settings.rescan_seconds
         self._refresh_at = self._due_at = 0.0
         self._moved = None
+        self._still.end()
 
     @property
     def plan(self) -> Plan | GroupPlan:
@@ -202,6 +208,8 @@ class Daemon:
         `moved`: the paths in the run directory where something came or went since the last hint,
         all of them; None where that is not known.
         """
+        if source or spool or moved is None or moved:
+            self._still.end()
         if source:
             self.looking.hint()
         if spool:
@@ -211,12 +219,11 @@ class Daemon:
     def step(self) -> float:
         """Do what is due. Returns the seconds after which something is due again, 0 for now."""
         now = self.clock()
+        if pause := self._still.pause(now):
+            return pause
         if now < self._due_at and self.looking.is_quiet(now):
             return self._pause(now)
         self._clock_watch.look(self.conditions, wall=self.wall(), now=now)
-        if self._is_still(now):
-            self._due_at = min(now + self.settings.scan_seconds, self._still.until)
-            return self._pause(now)
         try:
             self._step(now)
             if now >= self._outage.until and self._can_write():
@@ -231,13 +238,8 @@ class Daemon:
         now = self.clock()
         self._due_at = self._next_due(now)
         is_busy = self._is_held() or now < self._outage.until or len(self._overdue) > 0
-        self._still.note(self.report.due_at(), is_busy=is_busy)
+        self._still.note(self._due_at, self.report.due_at(), is_busy=is_busy)
         return self._pause(now)
-
-    def _is_still(self, now: float) -> bool:
-        if self._moved != set() or not self._still.holds(now):
-            return False
-        return not self._turned_away.has_news(self.run)
 
     def _pause(self, now: float) -> float:
         peek_at = self._due_at if self._is_held() else self.looking.peek_at()
@@ -316,10 +318,8 @@ class Daemon:
         if self._requeue.tend(self.inventory, now):
             self.inventory.refresh(now=now)
         failed = self._requeue.failed
-        if failed is not None:
-            self.conditions.begin("requeue-failed", failed.message, failed.hint, now=now)
-        else:
-            self.conditions.end("requeue-failed", now=now)
+        problem = None if failed is None else (failed.message, failed.hint)
+        self.conditions.tell("requeue-failed", problem, now=now)
         # Of a daemon that was killed between its publish and the removal of the note.
         notes = self.inventory.missing_row_notes
         self.delivery.drop_missing_row_notes([one for one in notes if one in self.inventory.skip])

@@ -8,8 +8,10 @@ from typing import Final
 
 from pyroaring import BitMap64
 
+from spoold import fs
 from spoold.daemon.conditions import Conditions
 from spoold.layout import CORRUPT, DUPLICATE, Place, RunDir, State, batch_id_of
+from spoold.model import Mark
 from spoold.spool import setup
 from spoold.spool.inventory import Inventory
 from spoold.spool.overview import MANY_NOTES, shown
@@ -66,10 +68,14 @@ class ClockWatch:
         self._offset = wall - now
         self._end_at = 0.0
 
+    def has_jumped(self, wall: float, now: float) -> bool:
+        """Whether they parted since the last look."""
+        return abs(wall - now - self._offset) >= JUMP_SECONDS
+
     def look(self, conditions: Conditions, *, wall: float, now: float) -> None:
         """Begin the reason at a jump; end it some minutes later."""
-        jump = wall - now - self._offset
-        if abs(jump) >= JUMP_SECONDS:
+        if self.has_jumped(wall, now):
+            jump = wall - now - self._offset
             self._offset += jump
             self._end_at = now + SHOWN_SECONDS
             detail = f"{'forward' if jump > 0 else 'back'} by {abs(jump):.0f} s"
@@ -83,16 +89,18 @@ class TurnedAway:
 
     def __init__(self) -> None:
         self._seen: setup.Visit | None = None
+        self._there: setup.Visit | None = None
         self._end_at = 0.0
 
-    def has_news(self, run: RunDir) -> bool:
-        """Whether one was turned away since the last look."""
-        visit = setup.last_visit(run)
-        return visit is not None and visit != self._seen
+    def mark(self, run: RunDir) -> Mark:
+        """Return what tells whether one was turned away since the last look."""
+        if self._there is None:
+            return fs.is_there, run.visit_json, False
+        return fs.mtime_ns, run.visit_json, self._there.at_ns
 
     def look(self, conditions: Conditions, run: RunDir, now: float) -> None:
         """Begin the reason when one was turned away; end it some minutes after the last one."""
-        visit = setup.last_visit(run)
+        self._there = visit = setup.last_visit(run)
         if visit is not None and visit != self._seen:
             self._seen, self._end_at = visit, now + SHOWN_SECONDS
             conditions.begin("second-daemon", f"{visit.who} was turned away", now=now)

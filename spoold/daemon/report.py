@@ -132,10 +132,8 @@ class Report:
         if self._metrics is None:
             return
         error = self._metrics.write(measure(status, looking, delivery), now)
-        if error is not None:
-            self._conditions.begin("metrics-unwritten", error.message, error.hint, now=now)
-        else:
-            self._conditions.end("metrics-unwritten", now=now)
+        problem = None if error is None else (error.message, error.hint)
+        self._conditions.tell("metrics-unwritten", problem, now=now)
 
     def _status(
         self, state: str, looking: Looking, delivery: Delivery, now: float

@@ -2,27 +2,31 @@
 
 A scan that finds nothing is hundreds of calls, and after two seconds of sleep hardly any of them is
 in a cache of the processor: that is most of what an idle daemon costs. What could change its
-outcome shows in the times of a few files and folders, and those are looked at instead. What shows
-nowhere (whether a consumer lives, whether a disk that was full has room) is a reason not to spare
-it. Nothing depends on it: when a report is due, twice a minute, the scan is made all the same.
+outcome shows in the times of a few files and folders; they are asked for instead, one after the
+other, in as few lines as can be. What shows nowhere (whether a consumer lives, whether a disk that
+was full has room) is a reason not to spare it. Nothing depends on it: when a report is due, twice a
+minute, the scan is made all the same.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from spoold import fs
 from spoold.daemon.conditions import Conditions
 from spoold.daemon.delivery import Delivery
 from spoold.daemon.looking import Looking
+from spoold.daemon.notices import ClockWatch, TurnedAway
 from spoold.daemon.requeue import Requeue
-from spoold.errors import SourceUnavailable, SpoolWriteError
+from spoold.errors import SpooldError
+from spoold.model import Mark
 
 __all__ = ["Stillness"]
 
 
 class Stillness:
-    """`until`: when something is due by time; in the past while something is under way."""
+    """What a whole step left behind, and for how long nothing has to be done."""
 
     def __init__(
         self,
@@ -30,18 +34,31 @@ class Stillness:
         looking: Looking,
         requeue: Requeue,
         conditions: Conditions,
-        lock: fs.Lock,
+        clock_watch: ClockWatch,
+        turned_away: TurnedAway,
+        wall: Callable[[], float],
     ) -> None:
-        self.until = -math.inf
-        self._conditions = conditions
-        self._changes = -1
         self._delivery = delivery
         self._looking = looking
         self._requeue = requeue
-        self._lock = lock
+        self._conditions = conditions
+        self._clock_watch = clock_watch
+        self._turned_away = turned_away
+        self._wall = wall
+        self._until = self._ask_at = -math.inf
+        self._scan_seconds = 0.0
+        self._changes = -1
+        self._marks: tuple[Mark, ...] = ()
 
-    def note(self, due: float, *, is_busy: bool) -> None:
-        """Note after a whole step when it has to be made again; `is_busy`: at each scan."""
+    def end(self) -> None:
+        """Take in that something happened: the next step is a whole one."""
+        self._until = -math.inf
+
+    def note(self, ask_at: float, due: float, *, is_busy: bool) -> None:
+        """Note after a whole step when a scan may be spared first, and until when.
+
+        `is_busy`: something is under way, each scan is to be made.
+        """
         inventory, plan = self._delivery.inventory, self._delivery.plan
         is_busy = is_busy or bool(
             len(plan)
@@ -49,36 +66,55 @@ class Stillness:
             or inventory.unsettled
             or inventory.undelivered
             or self._requeue.is_watching
+            or self._looking.peek_at() < math.inf
             or next(plan.waiting(), None)
         )
         due = min(due, self._looking.reconcile_at(), inventory.shelves.relist_at())
-        self.until = -math.inf if is_busy else due
+        self._until = -math.inf if is_busy else due
+        self._ask_at = ask_at
+        self._scan_seconds = self._delivery.settings.scan_seconds
         self._changes = self._conditions.changes
+        self._marks = ()
 
-    def holds(self, now: float) -> bool:
+    def pause(self, now: float) -> float:
+        """Return for how long nothing has to be done, in seconds; 0 where a whole step is due."""
+        if now >= self._until:
+            return 0.0
+        if now >= self._ask_at:
+            if not self._is_as_it_was(now):
+                self.end()
+                return 0.0
+            self._ask_at = now + self._scan_seconds
+        return min(self._ask_at, self._until) - now
+
+    def _is_as_it_was(self, now: float) -> bool:
         """Whether a scan would find what the last one found, as far as files and folders tell.
 
-        Hints tell more: where one of the run directory came since, or may have been lost, this is
-        not to be asked.
+        That counts as a look. Hints tell more; `end` takes them in.
         """
-        if now >= self.until or self._looking.peek_at() < math.inf:
-            return False
-        if self._conditions.changes != self._changes:
+        wall = self._wall()
+        if self._conditions.changes != self._changes or self._clock_watch.has_jumped(wall, now):
             return False
         try:
-            return (
-                self._has_room()
-                and self._delivery.inventory.shelves.are_still()
-                and self._lock.still_held()
-                and self._looking.is_still()
-            )
-        except SpoolWriteError:
+            self._marks = self._marks or self._all_marks()
+            for ask, of, answer in self._marks:
+                if ask(of) != answer:
+                    return False
+        except (SpooldError, OSError):
             return False  # the scan says why
-        except SourceUnavailable as error:
-            self._looking.failed(error, now)
-            self._delivery.collector.forget()
-            return False
+        self._looking.last_look = wall
+        return True
+
+    def _all_marks(self) -> tuple[Mark, ...]:
+        delivery = self._delivery
+        return (
+            *((Stillness._has_room, self, True),) * (delivery.settings.min_free_bytes > 0),
+            *delivery.inventory.shelves.marks(),
+            (fs.Lock.still_held, delivery.lock, True),
+            *self._looking.source.marks(),
+            self._turned_away.mark(delivery.run),
+        )
 
     def _has_room(self) -> bool:
-        least = self._delivery.settings.min_free_bytes
-        return not least or fs.free_bytes(self._delivery.run.root) >= least
+        delivery = self._delivery
+        return fs.free_bytes(delivery.run.root) >= delivery.settings.min_free_bytes

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from spoold.errors import ConfigError
-from spoold.model import Advice, Candidate, Look, ReadyWhen, Rows, Samples
+from spoold.model import Advice, Candidate, Look, Mark, ReadyWhen, Rows, Samples
 from spoold.policy import WHOLE, Shard
 
 if TYPE_CHECKING:
@@ -102,6 +102,12 @@ class Source(Protocol):
 
     def moved(self) -> bool:
         """Whether the database is another file than the one that is open: close and open then."""
+
+    def marks(self) -> tuple[Mark, ...]:
+        """Return what tells whether a look, or `moved`, would find something. Costs as `changed`.
+
+        What they ask may raise SourceUnavailable. Good until anything else here is called.
+        """
 
     def look(
         self, skip: BitMap64, remembered: Mapping[int, str] | None = None, highest: int = 0

@@ -22,7 +22,7 @@ from typing import Final
 from pyroaring import BitMap64
 
 from spoold.errors import SourceSchemaError, SourceUnavailable
-from spoold.model import Advice, Candidate, Look, ReadyWhen, Rows, Samples
+from spoold.model import Advice, Candidate, Look, Mark, ReadyWhen, Rows, Samples
 from spoold.policy import WHOLE, Shard
 from spoold.sources.identity import verified
 from spoold.sources.jobs import JOBS_SHOWN, pick_job
@@ -249,6 +249,10 @@ class PostgresSource:
     def moved(self) -> bool:
         """Whether it is another database: what `look` and `open` find out by themselves."""
         return False
+
+    def marks(self) -> tuple[Mark, ...]:
+        """Return what tells whether a look would find something. One round trip."""
+        return ((PostgresSource.changed, self, False),)
 
     def _read_stamp(self) -> str | None:
         (((stamp,),),) = self._ask("stamp")

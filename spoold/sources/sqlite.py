@@ -27,7 +27,7 @@ from typing import Final
 from pyroaring import BitMap64
 
 from spoold.errors import SourceSchemaError, SourceUnavailable
-from spoold.model import Advice, Candidate, Look, ReadyWhen, Rows, Samples
+from spoold.model import Advice, Candidate, Look, Mark, ReadyWhen, Rows, Samples
 from spoold.policy import WHOLE, Shard
 from spoold.sources.share import Share
 from spoold.sources.sqlite_facts import (
@@ -268,6 +268,13 @@ class SqliteSource:
     def moved(self) -> bool:
         """Whether the path names another file than the one that is open, or none."""
         return self._file is not None and file_id(self._path) != self._file
+
+    def marks(self) -> tuple[Mark, ...]:
+        """Return what tells whether a look, or `moved`, would find something."""
+        seen, database = self._seen, self._database
+        if seen is None or self._watched.has_untold or database is None or not database.is_open:
+            return ((SqliteSource.changed, self, False),)
+        return (file_id, self._path, self._file), *database.marks(seen)
 
     def look(
         self, skip: BitMap64, remembered: Mapping[int, str] | None = None, highest: int = 0

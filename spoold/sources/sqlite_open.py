@@ -28,6 +28,7 @@ from typing import Final, NamedTuple
 from urllib.parse import quote
 
 from spoold.errors import SourceSchemaError, SourceUnavailable
+from spoold.model import Mark
 
 __all__ = ["Database", "FileId", "Held", "Stamp", "connect", "file_id", "real_path"]
 
@@ -289,17 +290,8 @@ class Database:
 
     def commits(self) -> int | None:
         """Return how many commits there were, from wherever it counts; None where nothing tells."""
-        header = self._header()
+        header = _header(self._shm)
         return int.from_bytes(header[_COMMITS], sys.byteorder) if header else None
-
-    def _header(self) -> bytes:
-        """Return how the -shm begins, nothing where nothing tells."""
-        if self._shm < 0:
-            return b""
-        try:
-            return os.pread(self._shm, _HEADER_BYTES, 0)
-        except OSError:
-            return b""
 
     def stamp(self) -> Stamp:
         """Return what differs after each commit, or where the files were changed without one.
@@ -316,7 +308,19 @@ class Database:
             if shm is not None and shm[:2] != (own.st_dev, own.st_ino):
                 raise self._another("-shm")
         # Not the version, where it can be helped: that takes SQLite locks and a page of the -wal.
-        return Stamp(self._header() or self.version(), _facts(self.path), wal)
+        return Stamp(_header(self._shm) or self.version(), _facts(self.path), wal)
+
+    def marks(self, stamp: Stamp) -> tuple[Mark, ...]:
+        """Return what tells whether `stamp` would give this one again."""
+        if self._shm < 0 or not isinstance(stamp.content, bytes):
+            return ((Database.stamp, self, stamp),)
+        own = os.fstat(self._shm)
+        return (
+            (_header, self._shm, stamp.content),
+            (_facts, self.path, stamp.file),
+            (_facts, self.path + "-wal", stamp.wal),
+            (file_id, self.path + "-shm", (own.st_dev, own.st_ino)),
+        )
 
     def _another(self, suffix: str) -> SourceUnavailable:
         self.close()
@@ -357,6 +361,16 @@ def file_id(path: str) -> FileId | None:
     """Return (device, inode), None where there is no file. Raises SourceUnavailable."""
     facts = _facts(path)
     return None if facts is None else facts[:2]
+
+
+def _header(shm: int) -> bytes:
+    """Return how a -shm begins, nothing where nothing tells; -1: it is not open."""
+    if shm < 0:
+        return b""
+    try:
+        return os.pread(shm, _HEADER_BYTES, 0)
+    except OSError:
+        return b""
 
 
 def _held(path: str) -> Held | None:

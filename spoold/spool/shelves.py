@@ -28,6 +28,7 @@ from spoold.layout import (
     batch_id_of,
     plain_name,
 )
+from spoold.model import Mark
 
 __all__ = ["Pass", "Shelf", "Shelves"]
 
@@ -163,12 +164,12 @@ class Shelves:
         """Return when what mostly goes by hints is to be listed again."""
         return self._relist_at if self._many else math.inf
 
-    def are_still(self) -> bool:
-        """Whether a pass would list no folder, as long as no hint came since the last one."""
-        return all(
-            shelf.place.state in self._many or (_is_unchanged(shelf) and not shelf.racy)
-            for shelf in self.by_place.values()
-        )
+    def marks(self) -> Iterator[Mark]:
+        """Yield what tells whether a pass would list a folder, as long as no hint comes."""
+        for shelf in self.by_place.values():
+            if shelf.place.state not in self._many:
+                # Too young a time proves nothing.
+                yield fs.mtime_ns, shelf.path, None if shelf.racy else shelf.mtime_ns
 
     def go_through(
         self,
@@ -353,7 +354,4 @@ def _by_folder(paths: Iterable[str]) -> dict[str, set[str]]:
 
 def _is_unchanged(shelf: Shelf) -> bool:
     """Whether a folder has the mtime that it had when it was listed; -1: it was not there."""
-    try:
-        return os.stat(shelf.path).st_mtime_ns == shelf.mtime_ns
-    except OSError:
-        return shelf.mtime_ns == -1
+    return fs.mtime_ns(shelf.path) == shelf.mtime_ns
