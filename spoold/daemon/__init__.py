@@ -16,6 +16,7 @@ from spoold import config, fs
 from spoold.daemon.conditions import reason_of
 from spoold.daemon.looking import Watch
 from spoold.daemon.loop import Daemon
+from spoold.daemon.memory import lay_together
 from spoold.errors import ConfigError, SourceSchemaError, SourceUnavailable, SpooldError
 from spoold.layout import RunDir
 from spoold.sources import open_source
@@ -171,9 +172,13 @@ def _serve(
         hints.watch(folder, tag="spool", recursive=True, created=True, deleted=True)
     _watch_source(daemon, hints)
     service.ready()
+    is_together = False
     while not signals.stopping:
         daemon.hear(hints.problem)
         pause = daemon.step()
+        if not is_together and daemon.looking.looked_through and pause:
+            is_together = True
+            log.debug("memory laid together", extra={"fields": {"bytes": lay_together()}})
         service.progress()
         service.status(daemon.report.sentence)
         heard = hints.wait(service.shorten(pause))
