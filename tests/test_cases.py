@@ -269,7 +269,9 @@ def test_case_21_a_daemon_on_a_folder_that_cannot_be_read_waits_and_says_so(
         assert environments(it.run) == [1]
 
 
-@pytest.mark.parametrize("count", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [3_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.alone])]
+)
 def test_case_22_no_transaction_of_a_drain_takes_a_second_and_the_wal_is_truncated_between(
     tmp_path: Path, rollouts: Rollouts, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from tests.support.daemons import environments
 from tests.support.processes import ENVIRON, Players, until
 from tests.support.rollouts import make_rollouts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 SECONDS = float(os.environ.get("SPOOLD_SOAK_SECONDS", "60"))
 ALONE_SECONDS = SECONDS / 4

@@ -23,7 +23,7 @@ from tests.support.handmade import ls, make_run_dir, put, sample
 from tests.support.needs import needs
 from tests.support.processes import ENVIRON, Players, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 CONNECTIONS, BATCHES = 64, 80
 MEMORY_MB = 300

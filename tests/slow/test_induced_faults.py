@@ -32,7 +32,7 @@ from tests.support.processes import ENVIRON, until
 from tests.support.rollouts import Rollouts, make_rollouts
 from tests.support.spools import ls
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("mounts")]
 
 LABELS = ("attention", "notice", "waits for")
 

@@ -15,7 +15,7 @@ from tests.support.daemons import environments
 from tests.support.processes import run_once
 from tests.support.rollouts import make_rollouts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 ROW_BYTES = 120_000_000
 

@@ -15,7 +15,7 @@ from tests.support.daemons import environments, running
 from tests.support.needs import needs
 from tests.support.rollouts import make_rollouts, open_rollouts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("mounts")]
 
 
 @pytest.fixture

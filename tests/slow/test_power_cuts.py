@@ -19,7 +19,7 @@ from tests.crash import acts, disks, verdict
 from tests.crash.zygote import Zygote
 from tests.support.needs import needs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("mounts")]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.support.commands import spoold
 from tests.support.daemons import Running
 from tests.support.needs import needs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("mounts")]
 
 
 def mount(*args: object) -> None:

@@ -16,7 +16,7 @@ from spoold import report
 from tests.support.needs import needs
 from tests.test_report import history
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("mounts")]
 
 # Asks the browser where everything came to lie, and leaves the answer in the page.
 MEASURE = """

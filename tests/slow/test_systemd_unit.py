@@ -18,7 +18,7 @@ from tests.support.machine import ROOT, Machine, why_not
 from tests.support.needs import needs
 from tests.support.processes import until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("mounts")]
 
 SPOOLD, PYTHON = "/opt/spoold/bin/spoold", "/opt/spoold/bin/python"
 
