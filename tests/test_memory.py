@@ -27,6 +27,18 @@ def test_the_heap_lies_in_huge_pages_and_is_what_it_was() -> None:
     assert objects == [str(number) for number in range(300_000)]
 
 
-def test_without_huge_pages_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_HUGE_BYTES", "/nowhere/hpage_pmd_size")
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"enabled": "always madvise [never]\n", "hpage_pmd_size": "2097152\n"},
+        {"enabled": "[always] madvise never\n", "hpage_pmd_size": "\n"},
+    ],
+)
+def test_without_huge_pages_nothing_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(memory, "_HUGE_PAGES", str(tmp_path))
     assert memory.lay_together() == 0

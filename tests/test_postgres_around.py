@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -242,6 +243,22 @@ def test_the_daemon_delivers_from_a_server_and_never_says_its_password(
     for text in (written, caplog.text, repr(caplog.records)):
         assert PASSWORD not in text
         assert "s3cret" not in text
+
+
+def test_a_daemon_at_rest_asks_the_server_at_each_scan(
+    rollouts: PostgresRollouts, tmp_path: Path
+) -> None:
+    first, second = rollouts.register(2)
+    rollouts.complete(first)
+    with running(tmp_path, db=rollouts.url) as it:
+        it.go()
+        for folder, _, _ in os.walk(it.run.root):
+            os.utime(folder, (1_700_000_000, 1_700_000_000))  # too young a time proves nothing
+        for _ in range(4):
+            it.go(2.0)
+        rollouts.complete(second)
+        it.go(2.0)
+        assert environments(it.run) == [first, second]
 
 
 def test_the_daemon_waits_for_a_server_that_is_away_and_says_so(tmp_path: Path) -> None:

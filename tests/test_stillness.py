@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from pyroaring import BitMap64
 
 from spoold.errors import SpoolLocked
+from spoold.layout import RunDir
 from spoold.model import Look
 from spoold.sources.sqlite import SqliteSource
 from spoold.spool import setup
@@ -70,10 +72,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return Counted(monkeypatch)
 
 
-def make_old(it: Running) -> None:
+def set_back(run: RunDir) -> None:
     """Set back the times of all folders: too young a time proves nothing."""
-    for folder, _, _ in os.walk(it.run.root):
+    for folder, _, _ in os.walk(run.root):
         os.utime(folder, (1_700_000_000, 1_700_000_000))
+
+
+def make_old(it: Running) -> None:
+    set_back(it.run)
 
 
 def broken(path: str) -> None:
@@ -226,6 +232,155 @@ def test_another_wal_is_said_by_the_next_scan(
         pass_time(it, 1.5 * SCAN)
         said = [record.fields for record in caplog.records if record.message == "waiting"]  # type: ignore[attr-defined]
         assert "-wal was removed, and there is another one" in said[-1]["what"]
+
+
+@pytest.mark.parametrize("is_asked_for_first", [True, False])
+def test_another_shm_is_said_by_the_next_scan(
+    tmp_path: Path,
+    rollouts: Rollouts,
+    counted: Counted,
+    caplog: pytest.LogCaptureFixture,
+    is_asked_for_first: bool,
+) -> None:
+    complete(rollouts)
+    with running(tmp_path, rescan_seconds=1000) as it:
+        come_to_rest(it, counted)
+        if is_asked_for_first:
+            pass_time(it, SCAN)
+        else:
+            it.go()
+        shm = tmp_path / "rollout.db-shm"
+        shm.rename(tmp_path / "old-shm")
+        shutil.copy(tmp_path / "old-shm", shm)
+        pass_time(it, 1.5 * SCAN)
+        said = [record.fields for record in caplog.records if record.message == "waiting"]  # type: ignore[attr-defined]
+        assert "-shm was removed, and there is another one" in said[-1]["what"]
+
+
+def test_without_a_shm_scans_are_spared_all_the_same(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    with running(tmp_path, rescan_seconds=1000) as it:
+        come_to_rest(it, counted)
+        os.unlink(tmp_path / "rollout.db-shm")
+        pass_time(it, 5 * SCAN)
+        passes = counted.passes
+        pass_time(it, 60.0)
+        assert counted.passes - passes <= 3
+
+
+def test_a_commit_that_shows_in_the_shm_alone_is_seen_by_the_next_scan(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    rollouts.db.execute("PRAGMA wal_autocheckpoint = 0")
+    with running(tmp_path, rescan_seconds=1000) as it:
+        it.go()
+        assert rollouts.db.execute("PRAGMA wal_checkpoint(RESTART)").fetchone()[0] == 0
+        come_to_rest(it, counted)
+        wal = tmp_path / "rollout.db-wal"
+        was = wal.stat()
+        one = complete(rollouts)  # at the beginning of the -wal, anew
+        assert wal.stat().st_size == was.st_size
+        os.utime(wal, ns=(was.st_atime_ns, was.st_mtime_ns))  # within a tick of the kernel's clock
+        pass_time(it, 1.5 * SCAN)
+        assert environments(it.run, "pending") == [1, one]
+
+
+def test_a_file_that_was_written_to_without_a_commit_is_looked_at(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    with running(tmp_path, rescan_seconds=1000) as it:
+        come_to_rest(it, counted)
+        looks = counted.looks
+        os.utime(tmp_path / "rollout.db", (1_700_000_000, 1_700_000_000))
+        pass_time(it, 1.5 * SCAN)
+        assert counted.looks == looks + 1
+
+
+def test_without_a_wal_a_commit_is_seen_by_the_next_scan(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    rollouts.db.execute("PRAGMA journal_mode = DELETE")
+    with running(tmp_path, rescan_seconds=1000) as it:
+        come_to_rest(it, counted)
+        one = complete(rollouts)
+        pass_time(it, 1.5 * SCAN)
+        assert environments(it.run, "pending") == [1, one]
+
+
+def test_a_file_in_a_folder_in_a_folder_is_seen_by_the_next_scan(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    with running(tmp_path, rescan_seconds=1000) as it:
+        folder = Path(it.run.acked, "step-000000007")
+        folder.mkdir()
+        come_to_rest(it, counted)
+        (folder / "strange").touch()
+        pass_time(it, 1.5 * SCAN)
+        assert "acked/step-000000007/strange" in it.daemon.inventory.unknown
+
+
+def test_a_hint_that_nothing_follows_costs_no_scan(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    with running(tmp_path, rescan_seconds=1000) as it:
+        come_to_rest(it, counted)
+        passes = counted.passes
+        for _ in range(25):
+            pass_time(it, 0.77)
+            it.daemon.hint(source=True, spool=False, moved=set())
+        assert counted.passes - passes <= 1
+
+
+def test_what_is_being_written_is_waited_for_though_a_scan_is_due(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete(rollouts)
+    with running(tmp_path, rescan_seconds=1000) as it:
+        come_to_rest(it, counted)
+        monkeypatch.setattr(SqliteSource, "is_writing", lambda _: True)  # for another process
+        for _ in range(60):
+            it.clock.now += 0.05
+            it.daemon.hint(source=True, spool=False, moved=set())
+            assert it.daemon.step() < 0.1
+
+
+def test_settings_that_are_read_again_count_at_once(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    with running(tmp_path, rescan_seconds=1000) as it:
+        come_to_rest(it, counted)
+        it.daemon.reload(it.daemon.settings.model_copy(update={"max_pending_batches": 1}))
+        it.daemon.step()
+        assert it.daemon.conditions.holds(["backpressure"])
+
+
+def test_after_a_start_the_first_pass_is_made_by_the_next_scan(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However old the folders are by then: what is done along with a pass was not done yet."""
+    complete(rollouts)
+    with running(tmp_path) as it:
+        it.go()
+        (name,) = tree(it.run, "pending")
+        mv(it.run, name, "inflight/t1")
+    probe = setup.probe
+
+    def probed_long_ago(run: RunDir) -> None:
+        probe(run)
+        set_back(run)
+
+    monkeypatch.setattr(setup, "probe", probed_long_ago)
+    with running(tmp_path, rescan_seconds=1000) as it:
+        pass_time(it, 1.5 * SCAN)
+        assert it.daemon.conditions.holds(["consumer-gone"])
 
 
 def test_whoever_holds_batches_is_looked_at_by_each_scan(
@@ -385,19 +540,25 @@ def test_one_that_was_turned_away_is_said_by_the_next_scan_and_holds_up_nothing(
         setup.leave_visit(it.run)
         pass_time(it, 1.5 * SCAN)
         assert it.daemon.conditions.holds(["second-daemon"])
+        come_to_rest(it, counted)
+        passes = counted.passes
+        setup.leave_visit(it.run)  # another one
+        pass_time(it, 1.5 * SCAN)
+        assert counted.passes == passes + 1
         os.unlink(it.run.visit_json)
         come_to_rest(it, counted)
 
 
+@pytest.mark.parametrize("seconds", [100.0, -100.0])
 def test_a_clock_that_was_set_is_said_by_the_next_scan(
-    tmp_path: Path, rollouts: Rollouts, counted: Counted
+    tmp_path: Path, rollouts: Rollouts, counted: Counted, seconds: float
 ) -> None:
     complete(rollouts)
     clock, ahead = Clock(), [0.0]
     settings = {"clock": clock, "wall": lambda: 1_796_000_000.0 + clock.now + ahead[0]}
     with running(tmp_path, rescan_seconds=1000, **settings) as it:
         come_to_rest(it, counted)
-        ahead[0] = 100.0
+        ahead[0] = seconds
         pass_time(it, 1.5 * SCAN)
         assert it.daemon.conditions.holds(["clock-jump"])
 
@@ -457,6 +618,29 @@ def test_a_hint_in_a_folder_of_many_names_is_gone_by(
         it.daemon.hint(source=False, spool=True, moved={f"{it.run.acked}/new"})
         it.daemon.step()
         assert "acked/new" in it.daemon.inventory.unknown
+
+
+@pytest.mark.usefixtures("many")
+def test_beside_a_folder_of_many_names_the_others_are_looked_at(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    with with_many_names(tmp_path, counted, rescan_seconds=1000) as it:
+        Path(it.run.pending, "strange").touch()
+        pass_time(it, 1.5 * SCAN)
+        assert "pending/strange" in it.daemon.inventory.unknown
+
+
+@pytest.mark.usefixtures("many")
+def test_once_hints_may_have_been_lost_a_folder_of_many_names_is_listed_by_the_next_scan(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted
+) -> None:
+    complete(rollouts)
+    with with_many_names(tmp_path, counted, rescan_seconds=1000) as it:
+        Path(it.run.acked, "lost").touch()
+        it.daemon.hint(source=False, spool=False, moved=None)
+        pass_time(it, 1.5 * SCAN)
+        assert "acked/lost" in it.daemon.inventory.unknown
 
 
 def test_a_time_that_was_too_young_proves_nothing(

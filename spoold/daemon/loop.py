@@ -193,7 +193,6 @@ class Daemon:
         self.inventory.shelves.relist_seconds = settings.rescan_seconds
         self._refresh_at = self._due_at = 0.0
         self._moved = None
-        self._still.end()
 
     @property
     def plan(self) -> Plan | GroupPlan:
@@ -208,8 +207,6 @@ class Daemon:
         `moved`: the paths in the run directory where something came or went since the last hint,
         all of them; None where that is not known.
         """
-        if source or spool or moved is None or moved:
-            self._still.end()
         if source:
             self.looking.hint()
         if spool:
@@ -219,10 +216,11 @@ class Daemon:
     def step(self) -> float:
         """Do what is due. Returns the seconds after which something is due again, 0 for now."""
         now = self.clock()
-        if pause := self._still.pause(now):
-            return pause
         if now < self._due_at and self.looking.is_quiet(now):
             return self._pause(now)
+        if self._moved == set() and self._still.holds(now):
+            self._due_at = min(now + self.settings.scan_seconds, self._still.until)
+            return self._due_at - now
         self._clock_watch.look(self.conditions, wall=self.wall(), now=now)
         try:
             self._step(now)
@@ -238,7 +236,7 @@ class Daemon:
         now = self.clock()
         self._due_at = self._next_due(now)
         is_busy = self._is_held() or now < self._outage.until or len(self._overdue) > 0
-        self._still.note(self._due_at, self.report.due_at(), is_busy=is_busy)
+        self._still.note(self.report.due_at(), is_busy=is_busy)
         return self._pause(now)
 
     def _pause(self, now: float) -> float:

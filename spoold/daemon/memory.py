@@ -14,23 +14,25 @@ from typing import Final
 
 __all__ = ["lay_together"]
 
-_HUGE_BYTES: Final = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
+_HUGE_PAGES: Final = "/sys/kernel/mm/transparent_hugepage"
 _MADV_COLLAPSE: Final = 25  # since Linux 6.1
 # What this process may write, alone, and no file is behind: proc_pid_maps(5).
-_HEAP: Final = re.compile(rb"^(\w+)-(\w+) rw-p 00000000 00:00 0 *(?:\[heap\])?$", re.MULTILINE)
+_HEAP: Final = re.compile(r"^(\w+)-(\w+) rw-p 00000000 00:00 0 *(?:\[heap\])?$", re.MULTILINE)
 
 
 def lay_together() -> int:
     """Have the kernel copy the heap into huge pages as far as it can. Returns how many bytes it is.
 
-    Takes some milliseconds once, and changes nothing but places. 0 where the kernel has no such
-    call or no huge pages.
+    Takes about 3 ms a megabyte, and changes nothing but places. 0 where the kernel has no such
+    call, or no huge pages, or is told never to give any.
     """
     try:
-        with open(_HUGE_BYTES, "rb") as size, open("/proc/self/maps", "rb") as maps:
-            huge, ranges = int(size.read()), _HEAP.findall(maps.read())
+        if "[never]" in _read(f"{_HUGE_PAGES}/enabled"):
+            return 0
+        huge = int(_read(f"{_HUGE_PAGES}/hpage_pmd_size"))
+        ranges = _HEAP.findall(_read("/proc/self/maps"))
         madvise = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
+    except (OSError, ValueError, AttributeError):
         return 0
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     done = 0
@@ -40,3 +42,8 @@ def lay_together() -> int:
         if length > 0 and madvise(start, length, _MADV_COLLAPSE) == 0:
             done += length
     return done
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()

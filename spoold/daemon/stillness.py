@@ -26,7 +26,10 @@ __all__ = ["Stillness"]
 
 
 class Stillness:
-    """What a whole step left behind, and for how long nothing has to be done."""
+    """What the last whole step left behind.
+
+    `until`: when something is due by time; in the past while something is under way.
+    """
 
     def __init__(
         self,
@@ -45,20 +48,12 @@ class Stillness:
         self._clock_watch = clock_watch
         self._turned_away = turned_away
         self._wall = wall
-        self._until = self._ask_at = -math.inf
-        self._scan_seconds = 0.0
+        self.until = -math.inf
         self._changes = -1
         self._marks: tuple[Mark, ...] = ()
 
-    def end(self) -> None:
-        """Take in that something happened: the next step is a whole one."""
-        self._until = -math.inf
-
-    def note(self, ask_at: float, due: float, *, is_busy: bool) -> None:
-        """Note after a whole step when a scan may be spared first, and until when.
-
-        `is_busy`: something is under way, each scan is to be made.
-        """
+    def note(self, due: float, *, is_busy: bool) -> None:
+        """Note after a whole step when it has to be made again; `is_busy`: at each scan."""
         inventory, plan = self._delivery.inventory, self._delivery.plan
         is_busy = is_busy or bool(
             len(plan)
@@ -66,32 +61,21 @@ class Stillness:
             or inventory.unsettled
             or inventory.undelivered
             or self._requeue.is_watching
-            or self._looking.peek_at() < math.inf
             or next(plan.waiting(), None)
         )
         due = min(due, self._looking.reconcile_at(), inventory.shelves.relist_at())
-        self._until = -math.inf if is_busy else due
-        self._ask_at = ask_at
-        self._scan_seconds = self._delivery.settings.scan_seconds
+        self.until = -math.inf if is_busy else due
         self._changes = self._conditions.changes
         self._marks = ()
 
-    def pause(self, now: float) -> float:
-        """Return for how long nothing has to be done, in seconds; 0 where a whole step is due."""
-        if now >= self._until:
-            return 0.0
-        if now >= self._ask_at:
-            if not self._is_as_it_was(now):
-                self.end()
-                return 0.0
-            self._ask_at = now + self._scan_seconds
-        return min(self._ask_at, self._until) - now
-
-    def _is_as_it_was(self, now: float) -> bool:
+    def holds(self, now: float) -> bool:
         """Whether a scan would find what the last one found, as far as files and folders tell.
 
-        That counts as a look. Hints tell more; `end` takes them in.
+        That counts as a look. Hints tell more: where one of the run directory came since, or may
+        have been lost, this is not to be asked.
         """
+        if now >= self.until or self._looking.peek_at() < math.inf:
+            return False
         wall = self._wall()
         if self._conditions.changes != self._changes or self._clock_watch.has_jumped(wall, now):
             return False

@@ -314,12 +314,12 @@ class Database:
         """Return what tells whether `stamp` would give this one again."""
         if self._shm < 0 or not isinstance(stamp.content, bytes):
             return ((Database.stamp, self, stamp),)
-        own = os.fstat(self._shm)
+        own, shm = os.fstat(self._shm), file_id(self.path + "-shm")
         return (
             (_header, self._shm, stamp.content),
             (_facts, self.path, stamp.file),
             (_facts, self.path + "-wal", stamp.wal),
-            (file_id, self.path + "-shm", (own.st_dev, own.st_ino)),
+            (file_id, self.path + "-shm", None if shm is None else (own.st_dev, own.st_ino)),
         )
 
     def _another(self, suffix: str) -> SourceUnavailable:
