@@ -351,6 +351,30 @@ def test_what_is_being_written_is_waited_for_though_a_scan_is_due(
             assert it.daemon.step() < 0.1
 
 
+def test_while_batches_pile_up_commits_cost_no_step_and_all_is_there_once_there_is_room(
+    tmp_path: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr("spoold.fs.free_bytes", lambda path: asked.append(path) or 10**12)
+    ids = [complete(rollouts), complete(rollouts)]
+    settings = {"max_pending_batches": 1, "batch_size": 1, "min_free_bytes": 1}
+    with running(tmp_path, rescan_seconds=1000, **settings) as it:
+        it.go()
+        assert it.daemon.conditions.holds(["backpressure"])
+        asked.clear()
+        for _ in range(20):
+            ids.append(complete(rollouts))
+            it.clock.now += 0.05
+            it.daemon.hint(source=True, spool=False, moved=set())
+            assert 0 < it.daemon.step() <= SCAN
+        assert len(asked) <= 1
+        for _ in ids[1:]:
+            (name,) = tree(it.run, "pending")
+            mv(it.run, name, "acked")
+            it.go()
+        assert environments(it.run) == ids
+
+
 def test_settings_that_are_read_again_count_at_once(
     tmp_path: Path, rollouts: Rollouts, counted: Counted
 ) -> None:

@@ -216,7 +216,7 @@ class Daemon:
     def step(self) -> float:
         """Do what is due. Returns the seconds after which something is due again, 0 for now."""
         now = self.clock()
-        if now < self._due_at and self.looking.is_quiet(now):
+        if now < self._due_at and (self._is_held() or self.looking.is_quiet(now)):
             return self._pause(now)
         if self._moved == set() and self._still.holds(now):
             self._due_at = min(now + self.settings.scan_seconds, self._still.until)
