@@ -15,7 +15,7 @@ from io import BufferedReader, FileIO
 from typing import Final, NamedTuple
 
 from spoold.errors import SpoolWriteError
-from spoold.oserrors import doing, failed
+from spoold.oserrors import doing
 
 __all__ = [
     "Listing",
@@ -149,10 +149,8 @@ def mtime_ns(path: str) -> int:
 
 def free_bytes(path: str) -> int:
     """Return how many bytes an unprivileged process may still write beside `path`."""
-    try:
+    with doing("stat", path):
         facts = os.statvfs(path)
-    except OSError as error:
-        raise failed("stat", path, error) from error
     return facts.f_bavail * facts.f_frsize
 
 

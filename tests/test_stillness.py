@@ -645,26 +645,22 @@ def test_a_hint_in_a_folder_of_many_names_is_gone_by(
 
 
 @pytest.mark.usefixtures("many")
-def test_beside_a_folder_of_many_names_the_others_are_looked_at(
-    tmp_path: Path, rollouts: Rollouts, counted: Counted
+@pytest.mark.parametrize(
+    ("strange", "moved"),
+    [
+        pytest.param("pending/strange", set(), id="in another folder"),
+        pytest.param("acked/strange", None, id="once hints may have been lost"),
+    ],
+)
+def test_beside_a_folder_of_many_names_the_next_scan_lists(
+    tmp_path: Path, rollouts: Rollouts, counted: Counted, strange: str, moved: set[str] | None
 ) -> None:
     complete(rollouts)
     with with_many_names(tmp_path, counted, rescan_seconds=1000) as it:
-        Path(it.run.pending, "strange").touch()
+        Path(it.run.root, strange).touch()
+        it.daemon.hint(source=False, spool=False, moved=moved)
         pass_time(it, 1.5 * SCAN)
-        assert "pending/strange" in it.daemon.inventory.unknown
-
-
-@pytest.mark.usefixtures("many")
-def test_once_hints_may_have_been_lost_a_folder_of_many_names_is_listed_by_the_next_scan(
-    tmp_path: Path, rollouts: Rollouts, counted: Counted
-) -> None:
-    complete(rollouts)
-    with with_many_names(tmp_path, counted, rescan_seconds=1000) as it:
-        Path(it.run.acked, "lost").touch()
-        it.daemon.hint(source=False, spool=False, moved=None)
-        pass_time(it, 1.5 * SCAN)
-        assert "acked/lost" in it.daemon.inventory.unknown
+        assert strange in it.daemon.inventory.unknown
 
 
 def test_a_time_that_was_too_young_proves_nothing(

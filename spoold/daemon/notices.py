@@ -89,23 +89,23 @@ class TurnedAway:
 
     def __init__(self) -> None:
         self._seen: setup.Visit | None = None
-        self._there: setup.Visit | None = None
         self._end_at = 0.0
 
     def mark(self, run: RunDir) -> Mark:
         """Return what tells whether one was turned away since the last look."""
-        if self._there is None:
+        if self._seen is None:
             return fs.is_there, run.visit_json, False
-        return fs.mtime_ns, run.visit_json, self._there.at_ns
+        return fs.mtime_ns, run.visit_json, self._seen.at_ns
 
     def look(self, conditions: Conditions, run: RunDir, now: float) -> None:
         """Begin the reason when one was turned away; end it some minutes after the last one."""
-        self._there = visit = setup.last_visit(run)
+        visit = setup.last_visit(run)
         if visit is not None and visit != self._seen:
-            self._seen, self._end_at = visit, now + SHOWN_SECONDS
+            self._end_at = now + SHOWN_SECONDS
             conditions.begin("second-daemon", f"{visit.who} was turned away", now=now)
         elif now >= self._end_at:
             conditions.end("second-daemon", now=now)
+        self._seen = visit
 
 
 class LateRows:

@@ -91,13 +91,15 @@ class Stillness:
 
     def _all_marks(self) -> tuple[Mark, ...]:
         delivery = self._delivery
-        return (
-            *((Stillness._has_room, self, True),) * (delivery.settings.min_free_bytes > 0),
+        marks = (
             *delivery.inventory.shelves.marks(),
             (fs.Lock.still_held, delivery.lock, True),
             *self._looking.source.marks(),
             self._turned_away.mark(delivery.run),
         )
+        if not delivery.settings.min_free_bytes:
+            return marks
+        return *marks, (Stillness._has_room, self, True)
 
     def _has_room(self) -> bool:
         delivery = self._delivery
